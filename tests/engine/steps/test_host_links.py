@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.version import version
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.ranks import hosts
-from weft.engine.executor.ranks.hosts import HostRanks, Joined, join
+from weft.engine.executor.ranks.hosts import HostRanks, Joined, end_when_silent, join
 from weft.engine.parallel.host_sockets import (
     connect,
     parse_address,
@@ -83,6 +84,18 @@ def test_a_host_that_is_lost_without_a_word_ends_the_group(
             ranks.check()
 
 
+def test_hosts_end_when_host_0_runs_no_more() -> None:
+    """As one whose process is stopped: its connections stay."""
+    with two_hosts() as (ranks, other):
+        ranks.begin(LONG_S)
+        other.beats.settimeout(LONG_S)
+        assert other.beats.recv(1)
+        with mock.patch.object(ranks, "_beat"):
+            end_when_silent(other.beats, other.group, 0.2)
+            with pytest.raises(RanksLost, match="host 0 has been silent"):
+                other.group.take()
+
+
 def test_a_host_that_leaves_before_all_are_there_may_come_again() -> None:
     config = config_of(3)
     with ThreadPoolExecutor(3) as threads, ExitStack() as stack:
@@ -104,7 +117,7 @@ def leave_again(config: EngineConfig) -> None:
         about |= {"role": config.role, "rows_at": list(link.getsockname())}
         send_message(link, {"kind": "link", "host_rank": 1} | about)
         assert receive_message(link) == {"welcome": 1}
-        for kind in ("frames", "memory", "writes"):
+        for kind in ("frames", "memory", "writes", "beats"):
             end = stack.enter_context(connect(at, None, deadline, is_patient=False))
             send_message(end, {"kind": kind, "host_rank": 1})
         time.sleep(0.5)  # So that host 0 has them all.

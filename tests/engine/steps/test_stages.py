@@ -386,6 +386,10 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
     folder = make_tiny("llama", tmp_path / "model", 0)
     with pytest.raises(ConfigError, match="has 3 layers; take pp = 1"):
         LLM(folder, pp=4)
+    with pytest.raises(ConfigError, match="host_rank = 1: must be below hosts = 1"):
+        LLM(folder, host_rank=1)
+    with pytest.raises(ConfigError, match="rendezvous = : must be host:port of host 0"):
+        LLM(folder, pp=2, hosts=2)
     with pytest.raises(ConfigError, match="1 on GPUs with tp"):
         LLM(folder, pp=2, tp=2, device="cuda")
     with pytest.raises(ConfigError, match="1 or 2 on GPUs of one host"):

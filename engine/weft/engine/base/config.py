@@ -694,6 +694,7 @@ class EngineConfig(PageConfig):
         devices = len(self.device.split(","))
         of_all = [
             ("hosts", self.hosts in (1, self.pp), f"1, or as many as pp = {self.pp}"),
+            ("host_rank", self.host_rank < self.hosts, f"below hosts = {self.hosts}"),
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
             (
                 "device",
@@ -818,7 +819,6 @@ class EngineConfig(PageConfig):
                 not (self.enable_lora and self.lora_whole_matrices),
                 "1 with lora_whole_matrices, which are not sent to other stages",
             ),
-            ("host_rank", self.host_rank < self.hosts, f"below hosts = {self.hosts}"),
             (
                 "rendezvous",
                 not is_divided or ":" in self.rendezvous,

@@ -53,7 +53,7 @@ from weft.engine.executor.ranks.frames import (
 )
 from weft.engine.executor.ranks.host_memory import memories_of, serve, share_of_pages
 from weft.engine.executor.ranks.host_writes import HostPool, serve_writes, writes_shares
-from weft.engine.executor.ranks.hosts import join, share_on_host
+from weft.engine.executor.ranks.hosts import end_when_silent, join, share_on_host
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
 from weft.engine.executor.ranks.share import (
     SharedMemory,
@@ -113,6 +113,8 @@ class FollowerGroup:
         """Over which rank 0 says which pages this host writes; None if rank 0 or another rank of
         this host writes.
         """
+        self.beats: socket.socket | None = None
+        """Over which rank 0 says that it runs; None: another rank of this host listens."""
         self.local: Ranks | None = None
         """The other ranks of this host, for which this one answers; None: there are none, or
         another rank answers for this one.
@@ -150,6 +152,8 @@ class FollowerGroup:
         self.group.limit(limit_s)
         if self.local is not None:
             self.local.begin(limit_s)
+        if self.beats is not None and isinstance(self.group, HostGroup):
+            end_when_silent(self.beats, self.group, limit_s)
 
     def combine(self, result: RankResult) -> None:
         """Tells rank 0 how a job of this rank ended."""
@@ -393,7 +397,7 @@ def follow_host(config: EngineConfig) -> int:
     config, group = host.config, host.group
     rank = config.host_rank * config.tp
     others = FollowerGroup(host.link, rank, config.num_ranks, group, "")
-    others.memory, others.writes = host.memory, host.writes
+    others.memory, others.writes, others.beats = host.memory, host.writes, host.beats
     try:
         others.agree("connected")
         copies: Sequence[socket.socket] = ()

@@ -3,10 +3,12 @@
 host i                                   host 0
 connects to the rendezvous: a link    -> checks version, hosts, number
 connects again for each of frames,    -> waits for all hosts
-memory and writes
+memory, writes and beats
                                       <- settings, and where the next stage listens
 connects there: rows of its stage
 loads its stage, agrees to each phase -> the same
+
+                                      <- a beat now and then, from then on
 
 With several ranks on each host, its first one starts the others, hands frames and rows on to them,
 and answers for them.
@@ -65,7 +67,7 @@ _LOST_S = 60.0
 """During the start a host that the network does not reach for so long is lost."""
 _ACCEPT_S = 10.0
 _KIND, _NUMBER, _ROWS_AT = "kind", "host_rank", "rows_at"
-_FRAMES, _MEMORY, _WRITES = _ENDS = "frames", "memory", "writes"
+_FRAMES, _MEMORY, _WRITES, _BEATS = _ENDS = "frames", "memory", "writes", "beats"
 
 
 class HostLink(RankLink):
@@ -130,6 +132,7 @@ class HostRanks(RankLeader):
         self.memory = OtherHosts((), self._group, wake)
         self.writers = OtherWriters((), self._group, wake, self.memory)
         self._rows: socket.socket | None = None
+        self._beats: Sequence[socket.socket] = ()
         self._watcher: threading.Thread | None = None
         try:
             with listen(self._address) as listener:
@@ -146,7 +149,8 @@ class HostRanks(RankLeader):
         ends: dict[str, dict[int, socket.socket]] = {kind: {} for kind in _ENDS}
         while any(len(of_kind) < config.hosts - 1 for of_kind in ends.values()):
             self._meet(config, listener, tls, deadline, ends)
-        frames, memory, writes = (ends[kind] for kind in _ENDS)
+        frames, memory, writes, beats = (ends[kind] for kind in _ENDS)
+        self._beats = list(beats.values())
         self._group = HostGroup(frames, START_LIMIT_S)
         self._group.why = lambda: self._why
         self.memory = OtherHosts([memory[rank] for rank in sorted(memory)], self._group, self._wake)
@@ -258,6 +262,8 @@ class HostRanks(RankLeader):
         self._group.close()
         self.memory.close()
         self.writers.close()
+        for beat in self._beats:
+            beat.close()
         for host in self._hosts:
             host.link.close()
 
@@ -266,6 +272,8 @@ class HostRanks(RankLeader):
         lost: Sequence[int] = ()
         while not lost and not self._group.is_stopped:
             lost = self._group.await_loss(_WATCH_S)
+            if self._is_ready:
+                self._beat()
         if not lost or (self._group.is_stopped and not self._is_lost):
             return
         said = self._host(lost[0]).link.last_word()
@@ -273,6 +281,13 @@ class HostRanks(RankLeader):
         self.fail(f"{why}: {said}" if said else why)
         logger.error("%s", self._why)
         self._wake()
+
+    def _beat(self) -> None:
+        """Tells the other hosts that this process runs."""
+        for beat in self._beats:
+            with contextlib.suppress(OSError):  # One that is lost or stopped is found by its steps.
+                beat.settimeout(0.0)
+                beat.send(b"\0")
 
     def _lose_local(self) -> None:
         """Runs in a thread of the ranks of this host, of which one has ended."""
@@ -359,6 +374,8 @@ class Joined(NamedTuple):
     """Connection over which host 0 reads and writes this host's pages."""
     writes: socket.socket
     """Connection over which host 0 says which pages this host writes to other workers."""
+    beats: socket.socket
+    """Connection over which host 0 says that it runs."""
     rows: StageEnds
     """Connections to the hosts of the stages beside its own."""
 
@@ -418,7 +435,25 @@ def join(config: EngineConfig) -> Joined:
     local = {name: getattr(config, name) for name in _LOCAL}
     config = replace(told, **local)
     group, rows = HostGroup({0: ends[_FRAMES]}, START_LIMIT_S), StageEnds(before, after)
-    return Joined(config, link, group, ends[_MEMORY], ends[_WRITES], rows)
+    return Joined(config, link, group, ends[_MEMORY], ends[_WRITES], ends[_BEATS], rows)
+
+
+def end_when_silent(beats: socket.socket, group: HostGroup, limit_s: float) -> None:
+    """Ends the group, in a thread, once host 0 is silent for so long: the system of a host answers
+    for processes that are stopped.
+    """
+
+    def run() -> None:
+        try:
+            beats.settimeout(limit_s)
+            while beats.recv(64):
+                pass
+        except TimeoutError:
+            group.lose(f"host 0 has been silent for {limit_s:g} s", lambda: None)
+        except OSError:
+            pass  # The connection for frames has ended too.
+
+    threading.Thread(target=run, name="beats", daemon=True).start()
 
 
 def _check_answer(message: dict[str, Any]) -> dict[str, Any]:

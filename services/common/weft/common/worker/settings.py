@@ -130,7 +130,7 @@ class WorkerSettings(ModelSettings, _EngineSettings):
     @property
     def exposure(self) -> str:
         host = self.rendezvous.rpartition(":")[0]
-        if self.hosts > 1 and not self.has_tls and not is_loopback(host):
+        if host and self.hosts > 1 and not self.has_tls and not is_loopback(host):
             return (
                 f"--rendezvous {self.rendezvous} is open to other machines, and hosts know one "
                 "another by --tls-cert alone"
