@@ -505,6 +505,25 @@ def test_a_drain_and_a_hand_back_reach_all(make_ranks: Callable[[int, int], Rank
     assert not first.drains
 
 
+def test_a_worker_does_not_put_experts_to_sleep_that_others_need(
+    tmp_path: Path, seed: int
+) -> None:
+    folder, prompts = make_model("qwen3_moe", tmp_path / "model", seed), random_prompts(3)
+    with LLM(folder, **SIZES) as llm:
+        alone = texts(llm, prompts)
+
+    def sleep(llm: LLM) -> None:
+        with pytest.raises(ConfigError, match="other workers compute with this one's experts"):
+            llm.sleep()
+        llm.sleep(tags=["kv_cache"])
+
+    with engines(folder, 2) as llms:
+        side_by_side(llms, [lambda llm: None, sleep])
+        found, _ = side_by_side(llms, [lambda llm: texts(llm, prompts), lambda llm: None])
+    for prompt, one, other in zip(prompts, found, alone, strict=True):
+        check_same(partial(load_reference, folder), prompt, one, other)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -513,6 +532,7 @@ def test_a_drain_and_a_hand_back_reach_all(make_ranks: Callable[[int, int], Rank
         ({"attention_dp_group": ""}, "must be 1 to 64 printable bytes"),
         ({"deterministic": True}, "must be off with attention_dp"),
         ({"mtp_head": True}, "must be none or ngram with attention_dp"),
+        ({"sleep_host_bytes": 0}, "must be unset with attention_dp"),
         ({"attention_dp": 5}, "12 experts cannot be divided evenly"),
     ],
 )

@@ -767,6 +767,11 @@ class EngineConfig(PageConfig):
                 not self.deterministic,
                 "off with attention_dp, under which experts are summed up in another order",
             ),
+            (
+                "sleep_host_bytes",
+                self.sleep_host_bytes is None,
+                "unset with attention_dp: other workers compute with this one's experts",
+            ),
         ]
 
     def _relations_of_balance(self) -> list[tuple[str, bool, str]]:

@@ -809,8 +809,8 @@ def _sleeper(
     beside: TensorsOf,
     combine: Combine,
 ) -> Sleeper:
-    problem, can_drop = "", refit is not None
-    if device.type == "cuda" and sleep.weights is None:
+    problem, can_drop = sleep.problem, refit is not None
+    if device.type == "cuda" and sleep.weights is None and not problem:
         problem = "weights on a GPU sleep only in workers that were started with sleep_host_bytes"
     if device.type == "cuda":
         if sleep.weights is not None and refit is not None:

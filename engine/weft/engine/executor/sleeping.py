@@ -177,6 +177,8 @@ class SleepMemory(NamedTuple):
     """As `weights`, for KV pools, which stay where peers map them."""
     folder: str = ""
     """For weights on a CPU; empty: the system's for files that nobody needs later."""
+    problem: str = ""
+    """Why weights do not sleep; empty: they do."""
 
     def loading(self) -> AbstractContextManager[None]:
         """A block in which the weights are made."""

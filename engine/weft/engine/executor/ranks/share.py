@@ -71,6 +71,12 @@ def sleep_memory(config: EngineConfig, device: torch.device) -> SleepMemory:
     """What sleeps on this rank. Raises ConfigError if the GPU's driver does not allow it, or the
     host has not enough memory.
     """
+    if config.attention_dp > 1:
+        problem = (
+            "weights do not sleep with attention_dp, since other workers compute with this one's "
+            "experts"
+        )
+        return SleepMemory(problem=problem)
     if device.type != "cuda" or config.sleep_host_bytes is None:
         return SleepMemory(folder=config.sleep_dir)
     from weft.engine.executor.device_arena import DeviceArena
