@@ -32,6 +32,7 @@ from gpu_ranks import NEW_TOKENS, PROMPT_TOKENS
 from harness import Harness, Run
 from model_shapes import LARGE_MODELS, MODELS, write_config
 from weft.engine.loop.llm import LLM
+from weft.engine.parallel.device_dispatch import DeviceDispatch
 from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.ops.peers.triton_experts import return_rows, send_rows
 
@@ -95,7 +96,9 @@ def exchanges(llm: LLM, meeting: Any) -> dict[int, dict[str, float]]:
     """
     lockstep = llm.engine.parts.lockstep
     assert lockstep is not None
-    memory: Any = lockstep._dispatch.memory  # type: ignore[attr-defined]
+    assert isinstance(lockstep.dispatch, DeviceDispatch)
+    memory = lockstep.dispatch.memory
+    assert memory is not None
     shape, device, found = memory.shape, memory.own.device, dict[int, dict[str, float]]()
     for rows in ROWS:
         if rows > shape.rows:

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,10 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from weft.contract.errors import ConfigError, RanksLost
+from weft.contract.errors import ConfigError, ModelError, RanksLost, WeftError
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.base.config import EngineConfig
 from weft.engine.executor.ranks import attention_dp
+from weft.engine.executor.ranks.attention_dp import AttentionGroup
 from weft.engine.executor.ranks.step_forms import StepForms
+from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.parallel import lockstep as lockstep_module
 from weft.engine.parallel.dispatch import PIECE_ROWS, ExchangeShape, HostDispatch
@@ -316,7 +320,7 @@ def test_captured_steps_of_engines_take_one_form(
             executor._lockstep.is_alone = True
             captured.append(RecordedSteps(llm.engine, 2))
             executor._lockstep.is_alone = False
-            forms: Any = executor._lockstep, executor._dispatch, llm.engine.parts.local
+            forms: Any = executor._lockstep, executor.dispatch, llm.engine.parts.local
             executor._forms = StepForms(*forms)
         together = side_by_side(llms, [partial(run, prompts) for prompts in shares])
         side_by_side(llms, [partial(run, shares[0]), lambda llm: None])
@@ -505,9 +509,7 @@ def test_a_drain_and_a_hand_back_reach_all(make_ranks: Callable[[int, int], Rank
     assert not first.drains
 
 
-def test_a_worker_does_not_put_experts_to_sleep_that_others_need(
-    tmp_path: Path, seed: int
-) -> None:
+def test_a_worker_does_not_put_experts_to_sleep_that_others_need(tmp_path: Path, seed: int) -> None:
     folder, prompts = make_model("qwen3_moe", tmp_path / "model", seed), random_prompts(3)
     with LLM(folder, **SIZES) as llm:
         alone = texts(llm, prompts)
@@ -542,6 +544,51 @@ def test_what_cannot_share_experts_is_refused(
     folder = make_model("qwen3_moe", tmp_path / "model", 0)
     with pytest.raises(ConfigError, match=told):
         LLM(folder, **{"attention_dp": 2, "attention_dp_group": "refused"} | settings)
+
+
+def test_all_hear_why_one_cannot_start(tmp_path: Path, seed: int) -> None:
+    folder = make_model("qwen3_moe", tmp_path / "model", seed)
+    group = f"test-{random.randrange(1 << 40):x}"
+    failing = random.randrange(3)
+
+    def start(rank: int) -> str:
+        own = {"attention_dp": 3, "attention_dp_rank": rank, "attention_dp_group": group}
+        config = EngineConfig(model_dir=folder, **SIZES | own)
+        member = AttentionGroup(config, check_combination(config), torch.device("cpu"))
+        try:
+            if rank == failing:
+                raise ModelError("its files are gone")
+            member.agree("model", "the same")
+        except WeftError as error:
+            member.fail_start(error)
+            return error.message
+        return ""
+
+    assert all("its files are gone" in told for told in on_each(3, start))
+
+
+def test_an_engine_that_fails_in_an_empty_step_ends_all(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model("qwen3_moe", tmp_path / "model", seed)
+    with engines(folder, 2) as llms:
+        lockstep = llms[1].engine.parts.lockstep
+        assert lockstep is not None
+
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(lockstep.dispatch, "finish", fail)
+
+        def write() -> None:
+            with pytest.raises(RanksLost, match=r"worker 1 of 2 .* has ended or failed"):
+                texts(llms[0], random_prompts(1))
+
+        def turn() -> None:
+            with pytest.raises(RanksLost, match=r"worker 1 .* in step 1: the device is gone"):
+                deque(iter(llms[1].engine.turn, None), maxlen=0)
+
+        on_each(2, lambda rank: (write, turn)[rank]())
 
 
 def test_models_without_experts_are_refused(tmp_path: Path) -> None:

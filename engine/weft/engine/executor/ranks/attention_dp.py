@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -262,6 +262,7 @@ class AttentionGroup:
         try:
             self._links[rank].send(message, memory)
         except LinkClosed:
+            self._hear(rank)  # It may have told why.
             raise ConfigError(f"worker {rank} has ended during its start") from None
 
     def _hear(self, rank: int) -> dict[str, Any]:
@@ -276,17 +277,15 @@ class AttentionGroup:
             raise error_class(str(message.get("reason")))(f"worker {rank}: {message['error']}")
         return message, memory
 
-    def _refuse_all(self, why: str) -> None:
+    def _refuse_all(self, why: str, reason: str = ConfigError.reason) -> None:
         for link in self._links.values():
             with contextlib.suppress(LinkClosed):
-                link.send({"error": why, "reason": ConfigError.reason})
+                link.send({"error": why, "reason": reason})
 
     def fail_start(self, error: BaseException) -> None:
         """Tells the others that this engine cannot start."""
         reason = error.reason if isinstance(error, WeftError) else ConfigError.reason
-        with contextlib.suppress(ConfigError):
-            for rank in self._links:
-                self._tell(rank, {"error": str(error), "reason": reason})
+        self._refuse_all(str(error), reason)
         if self.on_device is not None:
             self.on_device.close()
         self._close_sockets()
@@ -327,7 +326,7 @@ class LockstepExecutor:
 
     def __init__(self, local: LocalExecutor, group: AttentionGroup) -> None:
         self._local, self._group = local, group
-        self._lockstep, self._dispatch = group.lockstep, group.dispatch
+        self._lockstep, self.dispatch = group.lockstep, group.dispatch
         self._forms: StepForms | None = None
         """None: the engines are on a CPU."""
         if group.on_device is not None:
@@ -340,12 +339,32 @@ class LockstepExecutor:
 
     def launch(self, step: StepInput) -> Launched:
         """Raises RanksLost if another engine is gone, or if this one fails while others go on."""
-        self._lockstep.begin()
-        try:
+        with self._step():
             with nullcontext() if self._forms is None else self._forms.agree(step):
                 launched = self._local.launch(step)
             with torch.inference_mode():
-                self._dispatch.finish()
+                self.dispatch.finish()
+        return launched
+
+    def take_empty_step(self) -> None:
+        """Takes part without rows in a step that another engine has begun, if there is one. Raises
+        RanksLost as `launch` does.
+        """
+        if self._lockstep.is_awaited:
+            with self._step(), torch.inference_mode():
+                self._lockstep.num_empty_steps += 1
+                if self._forms is not None:
+                    self._forms.take_empty_step()
+                self.dispatch.finish()
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """A block in which this engine computes the next step with the others, which end if it
+        fails.
+        """
+        self._lockstep.begin()
+        try:
+            yield
         except RanksLost:
             raise
         except Exception as error:
@@ -354,22 +373,9 @@ class LockstepExecutor:
                 f"worker {self._group.rank} with shared experts failed in step {number}: {error}",
                 self._group.rank,
             )
-        return launched
-
-    def take_empty_step(self) -> None:
-        """Takes part without rows in a step that another engine has begun, if there is one. Raises
-        RanksLost as `launch` does.
-        """
-        if self._lockstep.is_awaited:
-            self._lockstep.begin()
-            self._lockstep.num_empty_steps += 1
-            with torch.inference_mode():
-                if self._forms is not None:
-                    self._forms.take_empty_step()
-                self._dispatch.finish()
 
     def counters(self) -> dict[str, int]:
-        gathered, dispatched = self._dispatch.sent_rows()
+        gathered, dispatched = self.dispatch.sent_rows()
         return {
             "empty_steps": self._lockstep.num_empty_steps,
             "expert_wait_us": int(self._lockstep.wait_s * 1e6),
