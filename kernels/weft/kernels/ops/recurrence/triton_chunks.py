@@ -38,10 +38,10 @@ class ChunkForm(NamedTuple):
 
     by_key: bool
     """Whether each element of a key has a decay."""
-    keys: int
+    key_dim: int
     """Dk."""
-    values: int
-    """Dv."""
+    value_dim: int
+    """Dv. Triton's tuples have another `values`."""
     block_keys: int
     chunk: int
     """Rows of a chunk."""
@@ -157,7 +157,7 @@ def _alike(
     """
     CHUNK: tl.constexpr = FORM.chunk
     index, element = tl.arange(0, CHUNK), tl.arange(0, FORM.block_keys)
-    is_key = element < FORM.keys
+    is_key = element < FORM.key_dim
     found = tl.zeros((CHUNK, CHUNK), tl.float32)
     kind = k.dtype.element_ty
     for first in tl.static_range(16, CHUNK, 16):
@@ -196,8 +196,8 @@ def _solve_kernel(
     TILE: tl.constexpr,
 ) -> None:
     """W and U of a chunk of one head, and the keys with their decay up to the chunk's end."""
-    KEYS: tl.constexpr = FORM.keys
-    VALUES: tl.constexpr = FORM.values
+    KEYS: tl.constexpr = FORM.key_dim
+    VALUES: tl.constexpr = FORM.value_dim
     CHUNK: tl.constexpr = FORM.chunk
     head = tl.program_id(1)
     begin = tl.load(chunks + tl.program_id(0) * 2)
@@ -284,8 +284,8 @@ def _states_kernel(
     TILE: tl.constexpr,
 ) -> None:
     """The states of some values of one head of a sequence, and the updates of its rows."""
-    KEYS: tl.constexpr = FORM.keys
-    VALUES: tl.constexpr = FORM.values
+    KEYS: tl.constexpr = FORM.key_dim
+    VALUES: tl.constexpr = FORM.value_dim
     CHUNK: tl.constexpr = FORM.chunk
     sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     element, index = tl.arange(0, FORM.block_keys), tl.arange(0, CHUNK)
@@ -354,8 +354,8 @@ def _outputs_kernel(
     TILE: tl.constexpr,
 ) -> None:
     """Some values of one head, for a chunk's queries."""
-    KEYS: tl.constexpr = FORM.keys
-    VALUES: tl.constexpr = FORM.values
+    KEYS: tl.constexpr = FORM.key_dim
+    VALUES: tl.constexpr = FORM.value_dim
     head = tl.program_id(1)
     chunk = tl.program_id(0).to(tl.int64)
     begin, length = tl.load(chunks + chunk * 2), tl.load(chunks + chunk * 2 + 1)

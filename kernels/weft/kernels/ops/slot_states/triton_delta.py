@@ -189,8 +189,8 @@ def _prepare_kernel(
     RING_ROWS: tl.constexpr = FORM.ring_rows
     HEADS: tl.constexpr = FORM.heads
     SHARED: tl.constexpr = FORM.shared
-    KEYS: tl.constexpr = FORM.keys
-    VALUES: tl.constexpr = FORM.values
+    KEYS: tl.constexpr = FORM.key_dim
+    VALUES: tl.constexpr = FORM.value_dim
     ROWS: tl.constexpr = FORM.rows
     release_next()
     wait_for_last()

@@ -45,10 +45,10 @@ class StatesForm(NamedTuple):
     heads: int
     shared: int
     """Heads that share a head of keys."""
-    keys: int
+    key_dim: int
     """Dk."""
-    values: int
-    """Dv."""
+    value_dim: int
+    """Dv. Triton's tuples have another `values`."""
     block_keys: int
     """Elements of a program for a key."""
     rows: int
@@ -335,7 +335,7 @@ def _shares_kernel(
     """
     RING_ROWS: tl.constexpr = FORM.ring_rows
     HEADS: tl.constexpr = FORM.heads
-    KEYS: tl.constexpr = FORM.keys
+    KEYS: tl.constexpr = FORM.key_dim
     BLOCK_KEYS: tl.constexpr = FORM.block_keys
     ROWS: tl.constexpr = FORM.rows
     release_next()
@@ -434,8 +434,8 @@ def _heads_kernel(
     RING_ROWS: tl.constexpr = FORM.ring_rows
     HEADS: tl.constexpr = FORM.heads
     SHARED: tl.constexpr = FORM.shared
-    KEYS: tl.constexpr = FORM.keys
-    VALUES: tl.constexpr = FORM.values
+    KEYS: tl.constexpr = FORM.key_dim
+    VALUES: tl.constexpr = FORM.value_dim
     ROWS: tl.constexpr = FORM.rows
     release_next()
     wait_for_last()
