@@ -187,6 +187,34 @@ def return_rows(
     return out
 
 
+@triton.jit
+def _meet(
+    bases: tl.tensor,
+    own_base: tl.tensor,
+    flags_at: int,
+    number: tl.tensor,
+    turn: tl.tensor,
+    together: tl.tensor,
+    control: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    HAS_TIMER: tl.constexpr,
+) -> None:
+    """Tells the other ranks that this program has written to them, and waits for theirs."""
+    tl.debug_barrier()
+    lane = tl.arange(0, LANES)
+    are_others = (lane < SIZE * together) & (lane != RANK)
+    all_bases = tl.load(bases + lane, mask=lane < SIZE, other=0)
+    their_flags = (all_bases + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE + RANK
+    tl.atomic_xchg(
+        their_flags, tl.zeros([LANES], tl.int32) + turn,
+        mask=are_others, sem="release", scope="sys",
+    )  # fmt: skip
+    own_flags = (own_base + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE
+    await_turn(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
+
+
 @triton.jit(do_not_specialize=["count", "rows"])
 def _send_kernel(
     x: tl.tensor,
@@ -256,17 +284,7 @@ def _send_kernel(
             if peer != RANK:
                 at = (rows * peer + number).to(tl.int64) * TOP_K + pair
                 tl.store(own_ids + at, tl.zeros([PAIRS], tl.int32) + experts, mask=pair < TOP_K)
-    tl.debug_barrier()
-    lane = tl.arange(0, LANES)
-    are_others = (lane < SIZE * together) & (lane != RANK)
-    all_bases = tl.load(bases + lane, mask=lane < SIZE, other=0)
-    their_flags = (all_bases + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE + RANK
-    tl.atomic_xchg(
-        their_flags, tl.zeros([LANES], tl.int32) + turn,
-        mask=are_others, sem="release", scope="sys",
-    )  # fmt: skip
-    own_flags = (own_base + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE
-    await_turn(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
+    _meet(bases, own_base, flags_at, number, turn, together, control, RANK, SIZE, LANES, HAS_TIMER)
     tl.store(turns + number, turn)
 
 
@@ -316,17 +334,7 @@ def _return_kernel(
             part = tl.load(added + of_peer * width + column, mask=column < sent, other=0.0)
             theirs = (tl.load(bases + peer) + added_at).to(tl.pointer_type(kind))
             tl.store(tl.multiple_of(theirs, 16) + place * width + column, part, mask=column < sent)
-    tl.debug_barrier()
-    lane = tl.arange(0, LANES)
-    are_others = (lane < SIZE * together) & (lane != RANK)
-    all_bases = tl.load(bases + lane, mask=lane < SIZE, other=0)
-    their_flags = (all_bases + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE + RANK
-    tl.atomic_xchg(
-        their_flags, tl.zeros([LANES], tl.int32) + turn,
-        mask=are_others, sem="release", scope="sys",
-    )  # fmt: skip
-    own_flags = (own_base + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE
-    await_turn(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
+    _meet(bases, own_base, flags_at, number, turn, together, control, RANK, SIZE, LANES, HAS_TIMER)
     is_given = pair < tl.where(number < count, TOP_K, 0)
     chosen = tl.load(ids + number * TOP_K + pair, mask=is_given, other=-1)
     own_added = tl.multiple_of((own_base + added_at).to(tl.pointer_type(kind)), 16)
