@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from weft.contract.codec.pairs import SENT_TENSOR
 from weft.contract.errors import ConfigError, InvalidRequest, ModelError
 from weft.contract.request import StopCriteria
 from weft.contract.weights import SentTensor, TensorHandle
+from weft.engine.executor import shared_tensors
 from weft.engine.loop.llm import LLM
 from weft.testing.models.lenders import lent_by_host
 from weft.testing.models.senders import described, tensors_of
@@ -137,3 +139,42 @@ def test_a_tensor_may_be_of_any_dtype_and_shape(tmp_path: Path, seed: int) -> No
     with lent_by_host(tensors) as lent, opened(torch.device("cpu")) as shared:
         for one, expected in zip(lent, tensors.values(), strict=True):
             assert torch.equal(shared.read(one), expected)
+
+
+def test_memory_of_a_trainer_is_closed_only_once_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if reading fails: the GPU may still be at a copy."""
+    done: list[str] = []
+    lent = torch.randint(0, 256, (40,), dtype=torch.uint8)
+
+    class Memory:
+        def __init__(self, handle: bytes, device_id: int) -> None: ...
+
+        def close(self) -> None:
+            done.append("closed")
+
+    stream = SimpleNamespace(synchronize=lambda: done.append("copied"))
+    monkeypatch.setattr(shared_tensors, "ForeignMemory", Memory)
+    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: lent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    properties = SimpleNamespace(uuid="GPU-0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def tensor(num_bytes: int) -> SentTensor:
+        handle = TensorHandle(gpu="GPU-0", handle=bytes(64), offset=8)
+        return SentTensor(name="x", dtype="uint8", shape=[num_bytes], handles=[handle])
+
+    with shared_tensors.opened(torch.device("cuda", 0)) as shared:
+        assert torch.equal(shared.read(tensor(32)), lent[8:])
+    assert done == ["copied", "closed"]
+    done.clear()
+
+    def read_too_much() -> None:
+        with shared_tensors.opened(torch.device("cuda", 0)) as shared:
+            shared.read(tensor(32))
+            shared.read(tensor(33))
+
+    with pytest.raises(ModelError, match="of memory of 40"):
+        read_too_much()
+    assert done == ["copied", "closed"]

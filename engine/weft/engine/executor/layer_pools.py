@@ -108,7 +108,9 @@ class DeviceLayers:
             self.waits.record(group)
 
     def open_all(self) -> None:
-        """Does nothing: steps wait only for copies that are enqueued, and those always end."""
+        # Steps wait only for copies that are enqueued, which always end. A load that is given up
+        # leaves its pages and rows to others, to which its copies must no longer get.
+        self._stream.synchronize()
 
     def digests(self, pages: Sequence[int]) -> list[int]:
         with torch.cuda.stream(self._stream):

@@ -80,9 +80,11 @@ class SharedTensors:
 def opened(device: torch.device) -> Iterator[SharedTensors]:
     """Memory that is opened meanwhile is closed when all copies of it have ended."""
     with ExitStack() as stack:
-        yield SharedTensors(device, stack)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        try:
+            yield SharedTensors(device, stack)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
 
 def check_lent(tensors: Sequence[SentTensor]) -> bool:

@@ -48,7 +48,9 @@ class LayerPool(Protocol):
         ...
 
     def open_all(self) -> None:
-        """Lets waiting steps go on, whatever the pages hold."""
+        """Lets waiting steps go on, whatever the pages hold. Returns once all copies so far have
+        ended.
+        """
         ...
 
     def digests(self, pages: Sequence[int]) -> list[int]:
