@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from weft.contract.errors import ConfigError, Internal, ModelError
+from weft.engine.base.device_copies import sent
 from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
@@ -135,7 +136,7 @@ class ExpertMoves:
         assert taken is not None, "nothing was taken"
         assert taken.layer == layer, "another layer was taken"
         self._taken = None
-        table = torch.from_numpy(self._placement(layer, new).table(self._rank))
+        table = self._placement(layer, new).table(self._rank)
         with torch.inference_mode():
             for place, tensors in taken.places:
                 for to, tensor in zip(tensors_at(own.weights, place), tensors, strict=True):
@@ -143,11 +144,14 @@ class ExpertMoves:
                     if self._stream is not None:
                         # Else the jobs' stream could reuse its memory before it is copied.
                         tensor.record_stream(torch.cuda.current_stream(self._device))
-            own.table.copy_(table if own.table.dim() == 2 else table[0])
+            own.table.copy_(sent(table if own.table.dim() == 2 else table[0], self._device))
 
     # -- jobs, each in a thread of its own ---------------------------------------------------------
 
     def _begin(self, job: Callable[[], RankResult]) -> None:
+        if self._stream is not None:
+            # The steps' stream may still have to write what `place` has put in place.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self.jobs.begin(lambda: self._outcome(job))
 
     def _outcome(self, job: Callable[[], RankResult]) -> RankResult:
