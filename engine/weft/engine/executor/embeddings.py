@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from weft.engine.base.device_copies import sent
 from weft.engine.executor.encoder_graphs import EncoderGraphs, capture_encoder
 from weft.engine.executor.orders import EncodeMedia, PackRows, UnpackRows
 from weft.engine.executor.page_bytes import read_bytes, write_bytes
@@ -123,16 +124,13 @@ class MediaEmbeddings:
         self._rows.index_copy_(0, self._index(places), made)
 
     def _index(self, places: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(places, dtype=torch.int64).to(self._rows.device, non_blocking=True)
+        return sent(np.array(places, np.int64), self._rows.device)
 
     def of(self, inserted: InsertedRows) -> Inserted:
         """What a step's stack puts in place of embeddings."""
-        device = self._rows.device
-        rows, sources = (
-            torch.from_numpy(numbers).to(device, non_blocking=True)
-            for numbers in (inserted.rows, inserted.sources)
-        )
-        return Inserted(rows, self._rows.index_select(0, sources))
+        sources = sent(inserted.sources, self._rows.device)
+        embeddings = self._rows.index_select(0, sources)
+        return Inserted(sent(inserted.rows, self._rows.device), embeddings)
 
     def _media_of(self, order: EncodeMedia) -> Iterator[_Medium]:
         first_row = first_byte = 0

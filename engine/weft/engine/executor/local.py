@@ -545,8 +545,9 @@ class LocalExecutor:
                 keep_tokens(tokens, slots, self.known)
 
     def _keep(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        columns = [np.array(one, np.int64) for one in (tokens, slots)]
         with torch.inference_mode():
-            given, of_slots = (torch.tensor(one, device=self.device) for one in (tokens, slots))
+            given, of_slots = self._batches.send(columns)
             keep_tokens(given, of_slots, self.known)
 
     def meet(self) -> None:

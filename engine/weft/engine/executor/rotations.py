@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from weft.checkpoint.vision_config import NUM_AXES
+from weft.engine.base.device_copies import sent
 from weft.engine.executor.step_input import TurnedRows
 from weft.engine.model.step import Step
 
@@ -33,8 +34,7 @@ class SlotRotations:
             self.turn_captured(step)
         if turned is None:
             return
-        device = self._shifts.device
-        rows, own = (torch.from_numpy(part).to(device, non_blocking=True) for part in turned)
+        rows, own = (sent(part, self._shifts.device) for part in turned)
         axes = step.turn_rows[:, None].repeat(1, NUM_AXES)
         step.axes = axes.index_copy_(0, rows, own)
 

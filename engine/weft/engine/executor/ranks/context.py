@@ -20,7 +20,7 @@ import torch
 from weft.contract.arrays import NO_NUMBERS, Int64Array
 from weft.contract.errors import RanksLost
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.device_copies import Mark
+from weft.engine.base.device_copies import Mark, sent
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.orders import Order, PageOrder
@@ -274,5 +274,5 @@ def launch_share(
     launched = executor.launch(step)
     if isinstance(gather, DeviceGather):
         arrays = StepArrays.of_step(step, executor.page_table, executor.facts.page_size)
-        gather.push_all(torch.from_numpy(arrays.places).to(executor.device, non_blocking=True))
+        gather.push_all(sent(arrays.places, executor.device))
     return launched
