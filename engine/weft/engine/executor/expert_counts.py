@@ -80,7 +80,9 @@ class ExpertCounts:
         chosen = self._memory.chosen[:, :num_rows].flatten(1).long()
         # Rows that a layer did not compute count for the entry before the layer's first expert.
         places = (chosen + (1 + self._first)).flatten()
-        found = torch.bincount(places, minlength=self._rows.numel()).view_as(self._rows)
+        found = torch.zeros_like(self._rows)
+        # `torch.bincount` would wait for the device, which decides how many entries it has.
+        found.view(-1).index_add_(0, places, torch.ones_like(places))
         self._rows += found
         self._steps += found > 0
         self.num_steps += 1
