@@ -16,6 +16,7 @@ from weft.common.settings import LogFormat, LogLevel
 from weft.common.worker.frames import (
     HEADER,
     MAX_FRAME_BYTES,
+    READ_BYTES,
     EngineMessages,
     frame,
     merge,
@@ -153,6 +154,7 @@ class EngineClient:
 
     async def connect(self, end: socket.socket) -> asyncio.StreamReader:
         """Uses a connection for sending from now on; returns the reader of the other direction."""
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, READ_BYTES)
         reader, self._writer = await asyncio.open_connection(sock=end, limit=1 << 20)
         self._writer.transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
         return reader

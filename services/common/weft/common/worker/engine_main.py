@@ -28,6 +28,7 @@ from weft.common.worker.fault_orders import obey_orders
 from weft.common.worker.frames import (
     HEADER,
     MAX_FRAME_BYTES,
+    READ_BYTES,
     EngineMessages,
     frame,
     merge,
@@ -43,9 +44,6 @@ from weft.engine.loop.engine import Engine
 from weft.engine.loop.outgoing import failure_of
 
 logger = logging.getLogger(__name__)
-
-READ_BYTES = 1 << 20
-
 
 _EMPTY = Outbox()
 
@@ -126,7 +124,8 @@ class ServerLink:
             end = start + HEADER.size + length
             if len(self._received) < end:
                 break
-            bodies.append(bytes(self._received[start + HEADER.size : end]))
+            with memoryview(self._received) as received:
+                bodies.append(bytes(received[start + HEADER.size : end]))
             start = end
         del self._received[:start]
         return bodies

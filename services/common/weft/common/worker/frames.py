@@ -15,6 +15,11 @@ from weft.contract.token_ids import unpacked_ids
 from weft.engine.base.config import EngineConfig
 
 MAX_FRAME_BYTES = 1 << 30
+READ_BYTES = 1 << 20
+"""Most bytes that the engine reads at a time. It reads once a turn, so the socket has room for as
+many: a picture of several megabytes would take a turn for each 200 kB otherwise, and all that is
+sent after it too.
+"""
 HEADER = struct.Struct("<I")
 
 
