@@ -105,9 +105,7 @@ class _TorchGroup:
                 _await(work.is_completed, self._wait.total_seconds())
                 work.wait()
         except (RuntimeError, TimeoutError) as error:
-            raise GroupFailed(
-                f"a broadcast in {self._name} did not end: {_first(error)}"
-            ) from error
+            raise _unended(self._name, error) from error
 
     def close(self) -> None:
         with suppress(RuntimeError):
@@ -135,9 +133,7 @@ class _BareGroup:
             self._communicator.broadcast(out)
             self._await_stream()
         except (RuntimeError, TimeoutError) as error:
-            raise GroupFailed(
-                f"a broadcast in {self._name} did not end: {_first(error)}"
-            ) from error
+            raise _unended(self._name, error) from error
 
     def close(self) -> None:
         self._communicator.abort()

@@ -27,6 +27,7 @@ from typing import NoReturn
 import numpy as np
 from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
+from weft.kernels.ops.peers.spec import LATE
 from weft.kernels.shared import cpu
 
 _COUNTER_BYTES = 64
@@ -36,10 +37,6 @@ _LOOK_S = 1.0
 """A sleeper looks for the end of the group this often."""
 _STOPPED = 1
 """Result of a native wait (csrc/peers.h)."""
-_LATE = 2
-"""A device that has waited for rank r for too long sets the stop counter to _LATE + r
-(`weft.kernels.ops.peers.triton_sum`).
-"""
 _PAGE = 4096
 
 
@@ -200,12 +197,12 @@ class Lockstep:
     @property
     def is_lost(self) -> bool:
         """Whether a rank has ended or failed, and none has ended the group by `close`."""
-        return bool(self._words[_LOST]) or int(self._words[_STOP]) >= _LATE
+        return bool(self._words[_LOST]) or int(self._words[_STOP]) >= LATE
 
     @property
     def reason(self) -> str:
         """Why the group has ended."""
-        late = int(self._words[_STOP]) - _LATE
+        late = int(self._words[_STOP]) - LATE
         if late >= 0 and not self._why:
             return self._told_late(late)
         if self._why or not (lost := int(self._words[_LOST])):

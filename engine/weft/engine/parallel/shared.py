@@ -26,6 +26,7 @@ from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
 from weft.kernels.ops.attention.spec import PageRanks
+from weft.kernels.ops.peers.spec import LATE
 from weft.kernels.shared import cpu
 
 _COUNTER_BYTES = 64
@@ -166,7 +167,7 @@ class SharedGroup:
 
     @property
     def reason(self) -> str:
-        late = ctypes.c_uint32.from_address(self._stop).value - _LATE
+        late = ctypes.c_uint32.from_address(self._stop).value - LATE
         if late < 0:
             return self.why()
         return f"rank {late} has not come to a sum by {self._step} within {self.limit_s:g} s"

@@ -9,6 +9,9 @@ from weft.kernels.ops.attention.spec import PageRanks
 from weft.kernels.ops.norm import Norm
 from weft.kernels.shared import cpu
 
+LATE = 2
+"""A device that has waited for rank r for too long sets its group's stop word to LATE + r."""
+
 
 class _Peers(Protocol):
     """All ranks of a tensor-parallel group, as one of them sees it.

@@ -25,13 +25,13 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.peers.spec import LATE
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 
 MAX_TOKENS = 1 << 14
 """Most tokens that one launch of `share_tokens` takes."""
-LATE = 2
-"""The stop word is LATE + r if rank r has kept the group waiting."""
+_LATE = tl.constexpr(LATE)
 _TOKENS = 256
 """Tokens of one program of `share_tokens`."""
 _ALIGNMENT = 256
@@ -239,7 +239,7 @@ def await_turn(
                     if now - began > tl.load(limit, volatile=True):
                         missing = mask & (seen - turn < 0)
                         late = tl.min(tl.where(missing, lane, LANES), axis=0)
-                        tl.store(stop, late + 2)
+                        tl.store(stop, late + _LATE)
                         waits = waits * 0
 
 
