@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from weft.contract.errors import (
 )
 from weft.contract.request import StopCriteria
 from weft.contract.weights import WeightGroup
+from weft.engine.executor import weight_groups
 from weft.engine.loop.llm import LLM
 from weft.testing.models.senders import Sender, described, free_port, packed, tensors_of
 from weft.testing.models.tiny_models import make_tiny
@@ -280,3 +282,41 @@ def test_a_transfer_that_outlasts_a_pause_renews_it(tmp_path: Path, seed: int) -
         assert (llm.weights.pause, llm.weights.num_updates) == ("keep", 1)
         llm.resume()
         assert texts(llm) == right
+
+
+def test_a_group_of_gpus_whose_members_do_not_meet_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the GPU still does for it would never end. Steps go on beside it, on another stream."""
+    done = list[str]()
+    streams = ["steps"]
+
+    class Member:
+        def __init__(self, *_: object) -> None: ...
+
+        def all_reduce(self, data: torch.Tensor) -> None:
+            done.append(f"meets on the stream of {streams[-1]}")
+
+        def abort(self) -> None:
+            done.append("ended")
+
+    @contextmanager
+    def stream(name: str) -> Iterator[None]:
+        streams.append(name)
+        yield
+        streams.pop()
+
+    zeros = torch.zeros
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: False)
+    monkeypatch.setattr(weight_groups, "Communicator", Member)
+    monkeypatch.setattr(torch, "zeros", lambda count, device: zeros(count))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "the group")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    group = WeightGroup(
+        name="g", rank=1, size=2, backend="nccl", rendezvous="vllm", nccl_id=bytes(128), wait_s=0.01
+    )
+    with pytest.raises(GroupFailed, match="did not form: not within"):
+        weight_groups.join(group, 0, torch.device("cuda", 0))
+    assert done == ["meets on the stream of the group", "ended"]

@@ -124,9 +124,15 @@ class _BareGroup:
             store = TCPStore(group.address, group.port, group.size, False, timeout=wait)
             number = read_pickled_id(store.get(_VLLM_KEY))
         self._communicator = Communicator(number, rank, group.size, device, group.wait_s)
-        # As vLLM's, which all members do together.
-        self._communicator.all_reduce(torch.zeros(1, device=device))
-        self._await_stream()
+        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        try:
+            # As vLLM's, which all members do together. Steps go on, and must not wait for them.
+            with torch.cuda.stream(stream):
+                self._communicator.all_reduce(torch.zeros(1, device=device))
+                self._await_stream()
+        except BaseException:
+            self._communicator.abort()
+            raise
 
     def receive(self, out: torch.Tensor) -> None:
         try:

@@ -161,7 +161,11 @@ class NcclLink:
                 self._stream.synchronize()
                 self.gbit_s = 8e-9 * _PROBE_BYTES / (time.perf_counter() - began)
 
-        within(connect, _MEET_S, "the stages have not connected over NCCL")
+        try:
+            within(connect, _MEET_S, "the stages have not connected over NCCL")
+        except BaseException:
+            self._communicator.abort()
+            raise
         self._sender = _Sender(end) if rank == 0 else None
         self._gate = None if rank == 0 else _Gate(end)
 
