@@ -201,7 +201,7 @@ def results_of(
     memory = peers._memory
     assert memory.once_rows == kind.once
     memory.turns.fill_(NEARLY_AROUND)
-    flags: Any = peers._mapped._kept[0]
+    flags: Any = peers.mapped._kept[0]
     flags[: memory.layout.tokens].view(torch.int32).fill_(NEARLY_AROUND)
     dist.barrier()
     found = [result_of(peers, case, rank) for case in cases_of(size, kind, seed)]
