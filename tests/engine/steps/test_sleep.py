@@ -181,7 +181,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path, seed: int) -> None:
     settings = SETTINGS | {"sleep_dir": str(tmp_path / "nowhere")}
     with LLM(model(tmp_path / "m", seed), **settings) as llm:
         right = texts(llm)
-        with pytest.raises(ConfigError, match="sleep_dir"):
-            llm.sleep()
-        assert llm.weights.asleep == []
-        assert texts(llm) == right
+        for level in (1, 2):
+            with pytest.raises(ConfigError, match="sleep_dir"):
+                llm.sleep(level=level)
+            assert llm.weights.asleep == []
+            assert texts(llm) == right

@@ -22,7 +22,7 @@ class RankResult:
     reason: str = ""
     """Reason of the error; empty: there was none."""
     is_mixture: bool = False
-    """Whether the failed update had begun to write."""
+    """Whether the failed update had begun to write, or weights were dropped for a sleep."""
     offer: str = ""
     """What the rank offers the others, such as a description of its packed weights: an array in
     JSON; of all ranks, their items one after another. Empty: nothing.
@@ -85,7 +85,7 @@ def joined(results: list[RankResult]) -> RankResult:
     """The result of all ranks."""
     failed = [one for one in results if one.reason]
     if failed:
-        is_mixture = any(one.is_mixture for one in failed) or any(one.digest for one in results)
+        is_mixture = any(one.is_mixture or one.digest for one in results)
         first = failed[0]
         return RankResult(problem=first.problem, reason=first.reason, is_mixture=is_mixture)
     if len({one.digest for one in results}) > 1:

@@ -62,7 +62,7 @@ class HostWeights:
         self._others.leave(keeps=True)
         try:
             self._updated.leave(keeps=keeps)
-        except ConfigError:
+        except (ConfigError, OSError):
             self._others.come_back()
             raise
 
@@ -92,6 +92,8 @@ class _HostBytes:
             for span in self._spans:
                 give_back(span.begin, span.end - span.begin)
         except OSError as error:
+            if not keeps:
+                raise
             self._restore()
             raise ConfigError(f"the weights' memory cannot be given back: {error}") from error
         self._is_away = True
@@ -216,26 +218,26 @@ class Sleeper:
         self.jobs.begin(lambda: self._obeyed(order))
 
     def _obeyed(self, order: Sleep | Wake) -> RankResult:
+        weights = self._weights if order.weights else None
+        pages = self._pages if order.pages else None
+        is_dropped = False
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
                 torch.cuda.synchronize()
-            self._obey(order)
+            if isinstance(order, Wake):
+                for memory in filter(None, (weights, pages)):
+                    memory.come_back()
+                return RankResult()
+            if weights is not None:
+                weights.leave(keeps=order.keeps_weights)
+                is_dropped = not order.keeps_weights
+            if pages is not None:
+                pages.leave(keeps=False)
         except WeftError as error:
-            return RankResult(problem=error.message, reason=error.reason)
+            return RankResult(problem=error.message, reason=error.reason, is_mixture=is_dropped)
         except Exception as error:
             logger.exception("memory was not given back or taken")
-            return RankResult(problem=f"{type(error).__name__}: {error}", reason=Internal.reason)
-        return RankResult()
-
-    def _obey(self, order: Sleep | Wake) -> None:
-        weights = self._weights if order.weights else None
-        pages = self._pages if order.pages else None
-        if isinstance(order, Wake):
-            for memory in filter(None, (weights, pages)):
-                memory.come_back()
-            return
-        if weights is not None:
-            weights.leave(keeps=order.keeps_weights)
-        if pages is not None:
-            pages.leave(keeps=False)
+            problem = f"{type(error).__name__}: {error}"
+            return RankResult(problem=problem, reason=Internal.reason, is_mixture=True)
+        return RankResult(is_mixture=is_dropped)

@@ -48,6 +48,8 @@ class _Job:
     ends_at: float
     phase: Literal["draining", "settling", "moving"] = "draining"
     error: WeftError | None = None
+    has_dropped: bool = False
+    """Whether weights are lost, although the order failed on some rank."""
     has_ended: bool = False
 
 
@@ -192,14 +194,14 @@ class SleepControl:
         drops = "weights" in job.tags and job.command.level == 2
         if job.error is not None:
             # What the failed order had done on some ranks is undone.
-            self._are_weights_dropped |= error is not None or drops
+            self._are_weights_dropped |= error is not None or job.has_dropped
             job.has_ended = True
         elif job.command.action == "wake":
             if error is None:
                 self._asleep.difference_update(job.tags)
             job.error, job.has_ended = error, True
         elif error is not None:
-            job.error = error
+            job.error, job.has_dropped = error, drops and result.is_mixture
             self._executor.order(Wake("weights" in job.tags, "kv_cache" in job.tags))
         else:
             self._asleep.update(job.tags)
