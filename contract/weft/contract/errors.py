@@ -302,6 +302,7 @@ class ModelError(WeftError):
 
     reason = "MODEL_INVALID"
     grpc_code = "FAILED_PRECONDITION"
+    http_status = 400
 
 
 class ConfigError(WeftError):
@@ -309,6 +310,7 @@ class ConfigError(WeftError):
 
     reason = "CONFIG_INVALID"
     grpc_code = "FAILED_PRECONDITION"
+    http_status = 400
 
 
 class FaultsDisabled(ConfigError):
