@@ -232,6 +232,16 @@ async def test_what_is_refused_is_named(
     assert answer.json()["error"].startswith(f"{named}:")
 
 
+@pytest.mark.parametrize(
+    ("path", "foreign"), [("/api/generate", "messages"), ("/api/chat", "prompt")]
+)
+async def test_fields_of_the_other_call_are_refused_by_their_names(
+    edge: DialectEdge, path: str, foreign: str
+) -> None:
+    answer = await edge.post(path, {"model": MODEL, foreign: USER})
+    assert (answer.status_code, answer.json()["error"].split(":")[0]) == (400, foreign)
+
+
 async def test_failures_have_ollamas_shape(rest_binary: Path, tmp_path: Path) -> None:
     async with dialect_edge(
         rest_binary,

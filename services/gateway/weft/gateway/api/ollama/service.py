@@ -78,11 +78,11 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
             await self._answer(generate, body, context, is_chat=True)
 
     async def Generate(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        facts = call_facts(context, "gen")
+        body, generate = await self._bodies.parse(
+            GenerateBody, request, lambda body: generation_request(body, facts)
+        )
         with field_names({"messages": "prompt"}, {}, TOO_LONG):
-            facts = call_facts(context, "gen")
-            body, generate = await self._bodies.parse(
-                GenerateBody, request, lambda body: generation_request(body, facts)
-            )
             await self._answer(generate, body, context, is_chat=False)
 
     async def _answer(

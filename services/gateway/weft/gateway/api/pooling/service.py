@@ -148,11 +148,9 @@ class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
         write: Callable[[B, Answer], Mapping[str, object]],
         context: Context,
     ) -> None:
+        facts = call_facts(context, prefix)
+        body, wanted = await self._bodies.parse(cls, request, lambda body: translate(body, facts))
         with field_names(cls.names, {}):
-            facts = call_facts(context, prefix)
-            body, wanted = await self._bodies.parse(
-                cls, request, lambda body: translate(body, facts)
-            )
             async with self._pipeline.open(wanted) as answer:
                 while await answer.next_deltas():
                     pass

@@ -379,11 +379,11 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
 
     async def GenerateTokens(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         self._check_on()
+        facts = call_facts(context, "gen")
+        body, raw = await self._bodies.parse(
+            GenerateTokensBody, request, lambda body: generate_request(body, facts)
+        )
         with field_names({"prompt": "input_ids"}, {}):
-            facts = call_facts(context, "gen")
-            body, raw = await self._bodies.parse(
-                GenerateTokensBody, request, lambda body: generate_request(body, facts)
-            )
             has_scores = "prompt_logprobs" in raw.given
 
             def write(answer: Answer) -> SglangWriter:
@@ -404,11 +404,11 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
 
     async def ContinueTokens(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         self._check_on()
+        facts = call_facts(context, "gen")
+        body, raw = await self._bodies.parse(
+            ContinueTokensBody, request, lambda body: continue_request(body, facts)
+        )
         with field_names({"prompt": "token_ids"}, {}):
-            facts = call_facts(context, "gen")
-            body, raw = await self._bodies.parse(
-                ContinueTokensBody, request, lambda body: continue_request(body, facts)
-            )
             async with self._pipeline.open(raw) as answer:
                 writer = await self._collect(answer, VllmWriter(answer), context, bool(body.stream))
                 usage, options = usage_json(answer.usage()), body.stream_options
