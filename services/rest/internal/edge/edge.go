@@ -10,6 +10,7 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -163,6 +164,13 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if !utf8.ValidString(r.URL.Path) {
 		apierror.New(http.StatusBadRequest, "invalid_path", "The path is not valid UTF-8.").
 			For(r.Context()).Write(recorder)
+		return
+	}
+	if key := unreadable(r.Header); key != "" {
+		failure := apierror.New(http.StatusBadRequest, "invalid_request",
+			key+": contains characters other than printable ASCII").For(r.Context())
+		failure.Param = key
+		failure.Write(recorder)
 		return
 	}
 	if encoding := r.Header.Get("Content-Encoding"); encoding != "" && encoding != "identity" {
@@ -321,6 +329,28 @@ func incomingHeader(key string) (string, bool) {
 	default:
 		return "", false
 	}
+}
+
+// unreadable returns the name, in lower case, of a header that the gateway should see and that cannot
+// be passed on; empty: there is none. Headers of traces are then removed, as their standard wants.
+func unreadable(header http.Header) string {
+	for key, values := range header {
+		if _, isPassed := incomingHeader(key); !isPassed && key != "Authorization" {
+			continue
+		}
+		if !slices.ContainsFunc(values, isUnprintable) {
+			continue
+		}
+		if key != "Traceparent" && key != "Tracestate" {
+			return strings.ToLower(key)
+		}
+		header.Del(key)
+	}
+	return ""
+}
+
+func isUnprintable(value string) bool {
+	return strings.ContainsFunc(value, func(char rune) bool { return char < ' ' || char > '~' })
 }
 
 func noHeader(string) (string, bool) {

@@ -457,6 +457,28 @@ func TestRouting(t *testing.T) {
 	}
 }
 
+func TestHeadersThatCannotBePassedOnAreRefused(t *testing.T) {
+	url := start(t, &fakeGateway{chat: func(
+		_ *httpbody.HttpBody, stream grpc.ServerStreamingServer[httpbody.HttpBody],
+	) error {
+		return stream.Send(&httpbody.HttpBody{ContentType: "application/json", Data: []byte("{}")})
+	}})
+	for _, header := range []string{"X-Routing-Key", "Authorization", "X-Ttft-Target-Ms"} {
+		for _, value := range []string{"schl\u00fcssel", "a\tb", "\xff"} {
+			got := post(t, url, "{}", header, value)
+			failure := got.failure(t)
+			if got.status != http.StatusBadRequest || orEmpty(failure.Param) != strings.ToLower(header) {
+				t.Fatalf("%s %q: %d %s", header, value, got.status, got.body)
+			}
+		}
+	}
+	for _, header := range []string{"X-Request-Id", "Traceparent", "Tracestate", "X-Other"} {
+		if got := post(t, url, "{}", header, "schl\u00fcssel"); got.status != http.StatusOK {
+			t.Fatalf("%s: %d %s", header, got.status, got.body)
+		}
+	}
+}
+
 func TestRefusedMethodsAreToldWhatIsAllowed(t *testing.T) {
 	gateway := &fakeGateway{}
 	url := start(t, gateway)
