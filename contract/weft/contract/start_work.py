@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 READING, DIGESTS, COMPILING = "reading files", "digests of files", "compiling kernels"
@@ -15,18 +15,25 @@ CHECKING = "digests of a worker's weights"
 
 
 class StartWork:
-    """Adds up seconds. Any thread may call it."""
+    """Adds up seconds. Any thread may call it.
+
+    Attributes:
+        observe: Called in the thread of each work with its kind, and whether it begins or ends.
+    """
 
     def __init__(self) -> None:
+        self.observe: Callable[[str, bool], None] = lambda work, begins: None
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def time(self, work: str) -> Iterator[None]:
         began = time.monotonic()
+        self.observe(work, True)
         try:
             yield
         finally:
+            self.observe(work, False)
             self.add(work, time.monotonic() - began)
 
     def add(self, work: str, seconds: float) -> None:

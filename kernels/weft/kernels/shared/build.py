@@ -130,11 +130,10 @@ def load_native(
         library = _load_existing(target)
         if library is None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _locked(folder):
+            with START_WORK.time(COMPILING), _locked(folder):
                 library = _load_existing(target)
                 if library is None:
-                    with START_WORK.time(COMPILING):
-                        _compile(source, target, all_flags, compiler_path, openmp_library)
+                    _compile(source, target, all_flags, compiler_path, openmp_library)
                     library = ctypes.CDLL(str(target))
         return NativeLibrary(library, target, None)
     except (_BuildError, OSError, RuntimeError) as error:

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -38,6 +39,7 @@ from weft.common.worker.frames import (
 from weft.contract import faults
 from weft.contract.errors import ConfigError, Internal, RanksLost, WeftError
 from weft.contract.messages import Inbox, Outbox
+from weft.contract.start_work import COMPILING, START_WORK
 from weft.engine.base.processes import die_with_parent, give_way_at_once
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
@@ -143,15 +145,21 @@ def load(link: ServerLink) -> Engine:
         allow_sabotage("worker")
     if config.device.startswith("cpu"):
         give_way_at_once()
-    last = 0.0
+    last, phase = 0.0, (0, 0, "")
 
     def progress(done: int, total: int, what: str) -> None:
-        nonlocal last
-        now = time.monotonic()
+        nonlocal last, phase
+        now, phase = time.monotonic(), (done, total, what)
         if done in (0, total) or now - last > 0.1:
             last = now
-            link.write(EngineMessages(progress=(done, total, what)))
+            link.write(EngineMessages(progress=phase))
 
+    def observe(work: str, begins: bool) -> None:
+        # Half a minute of a first start, which would otherwise count as the phase around it.
+        if work == COMPILING and threading.current_thread() is threading.main_thread():
+            link.write(EngineMessages(progress=(0, 0, work) if begins else phase))
+
+    START_WORK.observe = observe
     engine = Engine(config, load_parts(config, wake=link.wake, progress=progress))
     # Loaded objects live as long as the process, so the garbage collector need not visit them.
     gc.collect()
