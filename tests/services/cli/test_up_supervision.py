@@ -2,15 +2,18 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from weft.cli.up.process import ServiceProcess, ServiceSpec
 from weft.cli.up.supervisor import RestartBackoff
 from weft.common.rpc.server import SECOND_SIGNAL_AFTER_S
 from weft.testing.services.fake_service import is_alive
@@ -165,6 +168,20 @@ def test_a_dead_engine_takes_its_server_along(start: Callable[..., Mesh]) -> Non
     report = mesh.until(lambda e: e.get("report") == "prefill-0")
     assert (report["of"], report["alive"]) == (first["epoch"], [])
     assert not is_alive(first["pid"])
+
+
+async def test_a_process_tells_its_own_last_error(tmp_path: Path) -> None:
+    told = f"it broke {random.randrange(2**31)}"
+    old, new = ({"level": "error", "message": message} for message in ("of an earlier one", told))
+    log = tmp_path / "x.log"
+    log.write_text(json.dumps(old) + "\n")
+    code = f"print({json.dumps(json.dumps(new))}); print('not JSON'); raise SystemExit(1)"
+    command = (sys.executable, "-c", code)
+    spec = ServiceSpec(name="x", command=command, ready_file=tmp_path / "x.json", log_file=log)
+    process = ServiceProcess(spec)
+    assert (await process.gone(), process.last_error()) == (1, told)
+    quiet = ServiceProcess(replace(spec, command=(sys.executable, "-c", "raise SystemExit(2)")))
+    assert (await quiet.gone(), quiet.last_error()) == (2, "")
 
 
 def test_a_failed_start_ends_the_others(start: Callable[..., Mesh]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 LAUNCHER = Path(__file__).with_name("launch.py")
 _POLL_S = 0.05
 _SERVER_GRACE_S = 5.0
+_TAIL_BYTES = 1 << 16
 
 
 class ReadyFile(BaseModel):
@@ -115,7 +117,7 @@ class ServiceProcess:
         self._progress_file = spec.ready_file.with_suffix(".progress")
         try:
             self._remove_files()
-            self._popen, self._server = _spawn(spec)
+            self._popen, self._server, self._log_begin = _spawn(spec)
         except OSError as error:
             raise NotStarted(
                 spec.name, f"could not be started: {error.strerror} ({spec.log_file})"
@@ -125,6 +127,21 @@ class ServiceProcess:
     @property
     def uptime_s(self) -> float:
         return time.monotonic() - self._started_at_s
+
+    def last_error(self) -> str:
+        """The message of the last error that this incarnation has logged; empty: none is found."""
+        try:
+            with self.spec.log_file.open("rb") as log:
+                log.seek(max(self._log_begin, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = log.read().splitlines()
+        except OSError:
+            return ""
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                entry = json.loads(line)
+                if entry["level"] == "error":
+                    return str(entry["message"])
+        return ""
 
     @property
     def is_gone(self) -> bool:
@@ -202,12 +219,15 @@ class ServiceProcess:
         self._progress_file.unlink(missing_ok=True)
 
 
-def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
-    """Makes the service's folders again if they were removed."""
+def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch, int]:
+    """Makes the service's folders again if they were removed. The last result is where its part of
+    the log begins.
+    """
     for folder in (spec.log_file.parent, spec.ready_file.parent):
         folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
     with spec.log_file.open("ab") as log:
+        log_begin = log.tell()
         popen = subprocess.Popen(
             [*launcher, *spec.command, "--ready-file", str(spec.ready_file)],
             stdin=subprocess.DEVNULL,
@@ -217,7 +237,7 @@ def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
             start_new_session=True,
         )
     try:
-        return popen, ProcessWatch(popen.pid)
+        return popen, ProcessWatch(popen.pid), log_begin
     except OSError:
         popen.kill()
         popen.wait()

@@ -199,7 +199,8 @@ class Supervisor:
                 status = await self._until_gone(process)
                 uptime_s = process.uptime_s
                 del self._running[spec.name]
-                self._died(spec.name, describe_status(status))
+                why = process.last_error() if status > 0 else ""
+                self._died(spec.name, ": ".join(filter(None, (describe_status(status), why))))
                 await self._tell(process)
             delay_s = backoff.after(uptime_s)
             self._reporter.restarting(spec.name, delay_s)
