@@ -151,10 +151,13 @@ def test_problems_are_explained(
     ("start", "flag", "problem"),
     [
         (up, "--adapter-root", "no such folder"),
+        (up, "--draft-dir", "no such folder"),
         (serve_gateway, "--adapter-root", "no such folder"),
         (serve_gateway, "--tenants-file", "no such file"),
         (serve_decode, "--adapter-root", "no such folder"),
+        (serve_decode, "--sleep-dir", "no such folder"),
         (serve_prefill, "--adapter-root", "no such folder"),
+        (serve_prefill, "--draft-dir", "no such folder"),
     ],
 )
 def test_paths_that_are_not_there_are_told_before_the_start(

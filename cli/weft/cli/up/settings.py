@@ -33,7 +33,7 @@ class UpSettings(Settings):
 
     program: ClassVar[str] = "up"
     command: ClassVar[str] = "weft"
-    folders: ClassVar[tuple[str, ...]] = ("adapter_root",)
+    folders: ClassVar[tuple[str, ...]] = ("adapter_root", "draft_dir")
 
     prefill: int = Field(
         1,

@@ -851,4 +851,6 @@ def _new_pool(layout: CacheLayout, group: int, num_pages: int, device: torch.dev
         return RankPool(whole, whole, memory=memory)
     except (RuntimeError, OSError) as error:
         size = num_pages * of_group.page_bytes(layout.page_size)
-        raise ConfigError(f"a KV pool of {size:,} bytes does not fit: {error}") from error
+        raise ConfigError(
+            f"a KV pool of {size:,} bytes does not fit: {error}; lower kv_memory_bytes"
+        ) from error

@@ -334,7 +334,7 @@ def require_paths(settings: Settings) -> None:
         f"{_flag(name)} = {str(path)!r}: {problem}"
         for kind, names in (("folder", settings.folders), ("file", settings.files))
         for name in names
-        if (path := getattr(settings, name)) is not None and (problem := _missing(path, kind))
+        if (path := getattr(settings, name)) and (problem := _missing(Path(path), kind))
     ]
     if problems:
         _refuse(type(settings), problems)

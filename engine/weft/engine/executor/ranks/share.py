@@ -615,7 +615,9 @@ def _flat_pools(
     try:
         return memory(num_bytes)
     except RuntimeError as error:
-        raise ConfigError(f"a KV pool of {num_bytes:,} bytes does not fit: {error}") from error
+        raise ConfigError(
+            f"a KV pool of {num_bytes:,} bytes does not fit: {error}; lower kv_memory_bytes"
+        ) from error
 
 
 def _pool_in(flat: torch.Tensor, layout: CacheLayout, num_pages: int) -> torch.Tensor:

@@ -139,7 +139,8 @@ class Manifest:
             return self
         if serving is not None and not serving.means_as(entry) and not replaces:
             raise AdapterExists(
-                f"the adapter `{entry.name}` exists with other content; ask for its replacement",
+                f"the adapter `{entry.name}` exists with other content; replace it with "
+                "load_inplace (--replace of weft adapter load)",
                 stage="validate",
                 param="name",
             )

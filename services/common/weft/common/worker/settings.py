@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 from weft.common.settings import (
@@ -49,6 +49,8 @@ else:
 
 class WorkerSettings(ModelSettings, _EngineSettings):
     """A worker: a gRPC server and its engine process."""
+
+    folders: ClassVar[tuple[str, ...]] = (*ModelSettings.folders, "draft_dir", "sleep_dir")
 
     worker_id: str = Field("", max_length=64, description=SETTINGS["worker_id"].help)
     advertise: str = Field(
