@@ -59,7 +59,10 @@ def convert_demo(progress: Progress | None = None, *, force: bool = False) -> Pa
             if force or not is_complete(target):
                 _convert_into(source, target, progress)
     except OSError as error:
-        raise ModelError(f"cannot convert the demo model into {target}: {error}") from error
+        raise ModelError(
+            f"cannot convert the demo model into {target}: {error.strerror or error}; make room "
+            "for 0.6 GB there, or name another cache with WEFT_CACHE_DIR"
+        ) from error
     return target
 
 

@@ -247,6 +247,17 @@ def test_a_single_file_begins_anew(tmp_path: Path) -> None:
     assert lines_of(path)[-1].request_id == "cmpl-99"
 
 
+def test_a_full_disk_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog(Path("/dev/full"), 1 << 20, 1)
+    for prompt in prompts(3):
+        log.write(prompt)
+    log.close()
+    assert log.num_dropped == 3
+    told = [record for record in caplog.records if "request log" in record.message]
+    assert "No space left" in told[0].message
+    assert not any(record.exc_info for record in told)
+
+
 def test_what_waits_for_a_disk_is_bounded_in_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ It contains texts and tokens only if the settings ask for them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -145,9 +146,7 @@ class RequestLog:
             self._queue.put_nowait((prompt, finish))
             self._tokens_put += num_tokens
         except queue.Full:
-            self.num_dropped += 1
-            if self.num_dropped.bit_count() == 1:  # 1, 2, 4, ...
-                _log.warning("the request log cannot keep up: %d dropped", self.num_dropped)
+            self._drop("cannot keep up")
 
     def close(self) -> None:
         """Writes what is queued, for a bounded time."""
@@ -156,7 +155,8 @@ class RequestLog:
         except queue.Full:
             return
         self._thread.join(CLOSE_TIMEOUT_S)
-        self._file.close()
+        with contextlib.suppress(OSError):  # What cannot be written was told of.
+            self._file.close()
 
     def _run(self) -> None:
         while (given := self._queue.get()) is not None:
@@ -164,9 +164,16 @@ class RequestLog:
             try:
                 finish(prompt)
                 self._file.write_line(to_line(prompt))
+            except OSError as error:
+                self._drop(f"cannot be written ({error.strerror})")
             except Exception:
                 _log.exception("a prompt could not be logged")
             self._tokens_taken += _num_tokens(prompt)
+
+    def _drop(self, why: str) -> None:
+        self.num_dropped += 1
+        if self.num_dropped.bit_count() == 1:  # 1, 2, 4, ...
+            _log.warning("the request log %s: %d dropped", why, self.num_dropped)
 
 
 def _num_tokens(prompt: LoggedPrompt) -> int:
