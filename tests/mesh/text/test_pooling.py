@@ -293,6 +293,7 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
             "late_chunking",
         ),
         ("/v1/embeddings", {"model": "embedder", "input": "x", "task": "code"}, "task"),
+        ("/v1/embeddings", {"model": "embedder", "input": "x", "prompt": "y"}, "prompt"),
         ("/v1/rerank", {"query": "x", "documents": ["y"], "ttft_timeout": 1}, "ttft_timeout"),
         ("/v1/classify", {"model": "ranker", "input": "x", "activation": False}, "activation"),
         ("/v1/score", {"model": "ranker", "text_1": ["x", "y"], "text_2": ["z"]}, "text_1"),
