@@ -11,6 +11,8 @@ Then the same pictures with another question, beside a text prompt as long of wh
 cached. `beside`: text requests at a rate, alone and beside requests with pictures; with `--apart`
 prompts are computed on another GPU.
 
+`trace` keeps the turns of some steps beside pictures, as `weft profile` writes them.
+
 `encode`: the tower alone, in this process, as a CUDA graph and as launches.
 `attention`: one layer's of its attentions beside torch's.
 """
@@ -23,6 +25,7 @@ import json
 import random
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -41,7 +44,7 @@ from open_loop.clients import run as run_clients
 from open_loop.report import Goal, summarize
 from open_loop.workload import arrivals, single_requests
 from PIL import Image
-from serving.mesh import MeshProcess
+from serving.mesh import WEFT, MeshProcess
 from weft.checkpoint.resolve import resolve_model
 
 NUM_WORDS = 49_152
@@ -126,6 +129,8 @@ harness.flag("--text-rate", type=float, default=20.0, help="text requests a seco
 harness.flag("--image-rate", type=float, default=5.0, help="requests with an image a second")
 harness.flag("--seconds", type=float, default=20.0, help="of each load")
 harness.flag("--processes", type=int, default=4, help="of text clients")
+trace_file = Path("images-trace.json.gz")
+harness.flag("--trace", type=Path, default=trace_file, help="where its part leaves the trace")
 harness.flag("--num-pages", type=int, default=9000)
 harness.flag("--worker-args", default="", help="further flags of the workers")
 
@@ -289,6 +294,22 @@ def beside(run: Run) -> None:
                 image_ttft_p50=statistics.median(images) if images else 0.0,
                 table="beside",
             )
+
+
+@harness.part_if_named
+def trace(run: Run) -> None:
+    """A profile of steps beside images, from the middle of a load."""
+    mesh, options = start(run), run.options
+    profile = [*WEFT, "profile", "--steps", "100", "--state-dir", str(mesh.state)]
+    profile += ["--limit", str(options.seconds), "--output", str(options.trace)]
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(_load, mesh, options, random.Random(1), options.image_rate)
+        time.sleep(options.seconds / 3)
+        subprocess.run(profile, check=True, timeout=options.seconds + MAX_TEXT_REQUEST_S)
+        outcomes, images = load.result()
+    row = summarize("beside images", outcomes, GOAL)
+    size = options.trace.stat().st_size
+    run.row(name=row.name, gap_p99=row.gap_p99, images=len(images), bytes=size, table="trace")
 
 
 GOAL = Goal(ttft_s=1.0, itl_s=0.1)
