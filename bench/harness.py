@@ -297,7 +297,8 @@ class Harness:
         if self._repeats is not None:
             flag("--repeats", type=int, default=self._repeats, help="turns that count")
         flag("--json", type=Path, metavar="FILE", help="where to keep all figures")
-        flag("--commit", default="", help="of the sources, where git cannot tell")
+        commit = os.environ.get("WEFT_COMMIT", "")
+        flag("--commit", default=commit, help="of the sources, where git cannot tell")
         flag("--baseline", type=Path, metavar="TREE", help="compare with another working tree")
         flag("--pairs", type=int, default=6, help="of runs, with --baseline")
 

@@ -1,4 +1,6 @@
-"""Every benchmark can be imported, and the documents' commands have flags that it knows."""
+"""Every benchmark can be imported, and the commands of documents and of lists of jobs have flags
+that it knows.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.full
-def test_scripts_know_the_flags_that_documents_use() -> None:
+def test_scripts_know_the_flags_that_documents_and_jobs_use() -> None:
     by_name: dict[str, list[list[str]]] = {name: [] for name in scripts()}
     assert len(by_name) > 40
     for page in pages():
@@ -62,6 +64,12 @@ def test_scripts_know_the_flags_that_documents_use() -> None:
             if name in by_name and any(word.startswith("--") for word in argv):
                 by_name[name].append(argv)
     assert sum(map(len, by_name.values())) > 15
+    for path in (BENCH / "jobs").glob("*.txt"):
+        for line in path.read_text().splitlines():
+            words = [] if line.startswith("#") else shlex.split(line)
+            script = next((word for word in words if word.startswith("bench/")), None)
+            if script is not None:
+                by_name[Path(script).stem].append(words[words.index(script) + 1 :])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(BENCH), *by_name],
         input=json.dumps(by_name),
