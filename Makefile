@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup rest protos wheel wheel-aarch64 serve check check-tests test checked bytecode valkey test-full test-unit \
-	test-engine test-services test-mesh test-chaos test-clients clients converter test-gpu test-k8s chaos bench lint format docs clean
+	test-engine test-services test-mesh test-chaos test-clients clients converter test-gpu gpu-kit test-k8s chaos bench lint format docs clean
 
 # The first interpreter that Weft runs on.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -122,9 +122,12 @@ test-clients: setup ## Public clients (SDKs, agents, load generators) against a 
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some meshes on it.
 	WEFT_REQUIRE=cuda,nixl $(BIN)/pytest -n 6 --dist worksteal -m "not whole_device" tests/gpu $(ARGS)
-	WEFT_REQUIRE=cuda,go,nixl $(BIN)/pytest -m whole_device tests/gpu $(ARGS)
+	WEFT_REQUIRE=cuda,nixl,rest $(BIN)/pytest -m whole_device tests/gpu $(ARGS)
 	WEFT_REQUIRE=cuda,go,nixl WEFT_UP_DEVICE=cuda WEFT_UP_KV_MEMORY_BYTES=268435456 \
 		$(BIN)/pytest $(ON_GPU) $(ARGS)
+
+gpu-kit: setup ## Pack what a GPU machine without network lacks into build/gpu-kit; flags in ARGS="...".
+	$(BIN)/python scripts/gpu_kit.py $(ARGS)
 
 chaos: setup ## Half an hour of faults against a mesh of its own; flags in ARGS="...".
 	$(BIN)/weft chaos --minutes 30 $(ARGS)

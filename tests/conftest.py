@@ -54,6 +54,11 @@ def _missing_go() -> str | None:
     return None if shutil.which("go") or beside_python.exists() else "no `go` on the PATH"
 
 
+def _missing_rest() -> str | None:
+    is_there = (ROOT / "services" / "rest" / "bin" / "weft-rest").exists()
+    return None if is_there else "the REST edge is not built; `make rest` builds it"
+
+
 def _missing_nixl() -> str | None:
     return None if importlib.util.find_spec("nixl") else "the package `nixl` is not installed"
 
@@ -155,6 +160,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "nixl": _missing_nixl,
     "node-clients": _missing_node_clients,
     "python-clients": _missing_python_clients,
+    "rest": _missing_rest,
     "rootfs": _missing_rootfs,
     "trainers": _missing_trainers,
     "triton-interpreter": _missing_triton_interpreter,

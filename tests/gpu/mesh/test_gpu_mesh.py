@@ -13,7 +13,7 @@ from weft.testing.meshes.mesh_calls import Ask, Caller, check_way
 from weft.testing.meshes.tiny_mesh import VOCAB, Greedy, TinyMesh
 from weft.v1 import worker_pb2
 
-pytestmark = [pytest.mark.needs("cuda", "go", "nixl"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("cuda", "nixl", "rest"), pytest.mark.timeout(600)]
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 NUM_PROMPT, NUM_NEW = 700, 12

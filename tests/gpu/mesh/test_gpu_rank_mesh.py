@@ -22,7 +22,7 @@ from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import worker_pb2
 
-pytestmark = [pytest.mark.needs("cuda", "go"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("cuda", "rest"), pytest.mark.timeout(600)]
 
 NUM_KILLS, NUM_NEW = 5, 24
 LIMIT_S = 3.0
