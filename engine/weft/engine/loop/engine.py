@@ -53,8 +53,10 @@ come.
 """
 MOVE_POLL_S = 5e-5
 """Interval between two looks whether pages have moved into the pool, which takes microseconds."""
-DISTANT_POLL_S = 1e-3
-"""Interval between looks for notifications on a CPU, where looking takes time from computing."""
+DISTANT_POLL_S = 5e-3
+"""Interval between looks for notifications on a CPU, where each look takes a core from computing.
+The filler's own message follows a notification within milliseconds, and wakes this process.
+"""
 
 
 class Engine:
