@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -118,6 +119,20 @@ async def test_a_session_without_a_hello_is_refused(monkeypatch: pytest.MonkeyPa
             await asyncio.sleep(1.5)
             assert not reading.done()
         await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_a_message_that_came_while_its_reader_stood_still_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "FIRST_MESSAGE_TIMEOUT_S", 0.05)
+
+    async def requests() -> AsyncIterator[str]:
+        time.sleep(0.2)  # noqa: ASYNC251 - As on a machine that is too busy.
+        for _ in range(20):  # What has come takes some turns of the loop.
+            await asyncio.sleep(0)
+        yield "first"
+
+    assert await streams.first_message(requests()) == "first"
 
 
 def submit_of(request_id: str, announced: int, ids: list[int]) -> decode_pb2.SessionRequest:

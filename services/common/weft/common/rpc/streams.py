@@ -11,6 +11,8 @@ from weft.contract.errors import DeadlineExceeded
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 """Seconds to wait for the first message of a stream, which callers send at once."""
+_SECOND_LOOK_S = 1.0
+"""Seconds to wait beyond them: a process that stood still has the message, but has not read it."""
 WRITE_AFTER_END = (grpc.aio.UsageError, asyncio.InvalidStateError)
 """Errors that gRPC raises for a write to a stream that has just ended."""
 T = TypeVar("T")
@@ -22,9 +24,13 @@ async def first_message(requests: AsyncIterator[T]) -> T | None:
     Raises:
         DeadlineExceeded: The message does not come in time.
     """
+    reading = asyncio.ensure_future(anext(aiter(requests), None))
     try:
-        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
-            return await anext(aiter(requests), None)
-    except TimeoutError:
-        message = f"the first message did not come within {FIRST_MESSAGE_TIMEOUT_S:g} s"
-        raise DeadlineExceeded(message, stage="stream") from None
+        for wait_s in (FIRST_MESSAGE_TIMEOUT_S, _SECOND_LOOK_S):
+            await asyncio.wait((reading,), timeout=wait_s)
+            if reading.done():
+                return reading.result()
+    finally:
+        reading.cancel()
+    message = f"the first message did not come within {FIRST_MESSAGE_TIMEOUT_S:g} s"
+    raise DeadlineExceeded(message, stage="stream")
