@@ -36,5 +36,5 @@ def test_one_prompt_travels_from_rest_to_a_prefill_worker_and_back(
         assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "max_tokens")
     with grpc.insecure_channel(mesh.grpc_address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        models = stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=10).models
+        models = stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=60).models
     assert [model.name for model in models] == [MODEL]

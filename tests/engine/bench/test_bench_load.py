@@ -87,7 +87,7 @@ def serving(server: Server) -> Iterator[Server]:
     task = loop.create_task(serve())
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     try:
         yield server
     finally:

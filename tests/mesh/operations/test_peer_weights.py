@@ -167,6 +167,6 @@ def check_kernels(mesh: SecureMesh, folder: Path) -> None:
         stub = worker_pb2_grpc.WorkerServiceStub
         other = worker_pb2.GetKernelsRequest(version=version)
         with mesh.open(caller, "decode-0") as channel, pytest.raises(grpc.RpcError) as refused:
-            list(stub(channel).GetKernels(other, timeout=20))
+            list(stub(channel).GetKernels(other, timeout=60))
         denied = grpc.StatusCode.PERMISSION_DENIED
         assert (refused.value.code() == denied) == (caller == "gateway")

@@ -89,7 +89,7 @@ def test_two_ranks_take_pages_from_one_and_end_together(mesh: TinyMesh) -> None:
     greedy = Greedy(mesh.model_dir)
     check_fill(mesh, greedy)
     with mesh.worker("decode-0") as stub:
-        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
     assert any("2 ranks" in notice for notice in info.notices), info.notices
     before = mesh.service("decode-0")
     engine = psutil.Process(info.engine_pid)

@@ -189,7 +189,7 @@ def test_workers_do_not_take_calls_from_those_who_may_not(mesh: SecureMesh) -> N
     for caller in ("decode", "prefill", "rest", "client", "cli"):
         address = mesh.service("decode-0")["address"]
         with open_blocking_channel(address, "decode", identity(mesh.tls, caller)) as channel:
-            call = decode_pb2_grpc.DecodeServiceStub(channel).Session(iter(()), timeout=20)
+            call = decode_pb2_grpc.DecodeServiceStub(channel).Session(iter(()), timeout=60)
             with pytest.raises(grpc.RpcError) as caught:
                 next(iter(call))
             assert isinstance(from_rpc_error(caught.value), PermissionDenied)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ async def test_strangers_are_refused_everywhere_and_the_mesh_goes_on(
             for channel in channels:
                 async with channel:
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20)
+                        await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
                     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, (name, key)
     assert mesh.complete([5, 7], NUM_NEW)
 
@@ -237,7 +237,7 @@ def test_a_tenants_key_opens_no_operators_port(mesh: SecureMesh) -> None:
             with open_blocking_channel(address, role, identity(mesh.tls, caller)) as channel:
                 call = admin_pb2_grpc.AdminServiceStub(channel).DumpState
                 metadata = (("authorization", f"Bearer {secret}"),)
-                dump = partial(call, admin_pb2.DumpStateRequest(), metadata=metadata, timeout=20)
+                dump = partial(call, admin_pb2.DumpStateRequest(), metadata=metadata, timeout=60)
                 if refused is None:
                     assert dump().state
                     continue
@@ -323,7 +323,7 @@ class Fuzzed:
         call = make(self.path)
         try:
             if not kinds[1]:
-                call(given, timeout=20, metadata=self._metadata)
+                call(given, timeout=60, metadata=self._metadata)
             else:
                 for _ in call(given, timeout=STREAM_S, metadata=self._metadata):
                     pass

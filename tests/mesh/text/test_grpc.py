@@ -205,10 +205,10 @@ def test_health(mesh: LocalMesh, name: str) -> None:
     with channel_to(mesh, name) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", *SERVICES[name]):
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Check(health_pb2.HealthCheckRequest(service="no.such"), timeout=10)
+            stub.Check(health_pb2.HealthCheckRequest(service="no.such"), timeout=60)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -220,7 +220,7 @@ def test_reflection(mesh: LocalMesh, name: str) -> None:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         for service in SERVICES[name]:
             request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=service)
-            (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=10)
+            (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=60)
             files = [
                 FileDescriptorProto.FromString(raw)
                 for raw in answer.file_descriptor_response.file_descriptor_proto
@@ -233,7 +233,7 @@ def test_reflection(mesh: LocalMesh, name: str) -> None:
 def test_a_worker_says_what_it_is(mesh: LocalMesh, name: str) -> None:
     ready = mesh.service(name)
     with mesh.worker(name) as stub:
-        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
     assert (info.worker_id, info.epoch) == (name, ready["epoch"])
     assert (info.server_pid, info.engine_pid) == (ready["pid"], ready["engine_pid"])
     assert (info.model, info.dtype, info.page_size) == (MODEL, "float32", 16)

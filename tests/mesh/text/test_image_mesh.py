@@ -294,7 +294,7 @@ def test_a_prompt_survives_the_worker_that_computes_it(
 def arm(mesh: LocalMesh, name: str, fault: FaultSpec) -> None:
     with mesh.operators(name) as (stub, metadata):
         request = admin_pb2.InjectFaultRequest(fault=FAULT.encode(fault))
-        stub.InjectFault(request, metadata=metadata, timeout=10)
+        stub.InjectFault(request, metadata=metadata, timeout=60)
 
 
 def test_a_prefill_worker_that_was_restarted_is_brought_the_images(

@@ -49,7 +49,7 @@ def test_pages_travel_in_shared_memory_and_survive_a_killed_writer(mesh: TinyMes
     with mesh.worker("prefill-0") as stub:
 
         def told() -> worker_pb2.GetInfoResponse:
-            return stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+            return stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
 
         assert common_pb2.TRANSPORT_KIND_SHARED in told().transports
         wanted = "to decode-0: memory shared on this host"

@@ -163,7 +163,7 @@ def test_a_prompt_survives_the_worker_that_computes_it(mesh: LocalMesh, kind: st
         held = FaultSpec(point="engine.step", kind="delay", count=0, delay_s=1.0)
     with mesh.operators(victim) as (stub, metadata):
         request = admin_pb2.InjectFaultRequest(fault=FAULT.encode(held))
-        stub.InjectFault(request, metadata=metadata, timeout=10)
+        stub.InjectFault(request, metadata=metadata, timeout=60)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, mesh, messages)
 

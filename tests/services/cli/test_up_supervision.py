@@ -78,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Mesh]]:
 
 
 def wait_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
         time.sleep(0.02)

@@ -37,6 +37,15 @@ def breaking(*after: int, tokens: Sequence[Sequence[int]] = (TOKENS,), **fields:
     return script
 
 
+def hanging(after: int) -> ScriptOf:
+    """The first attempt stops after so many steps, and does not end; later ones finish."""
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        return Script(tokens=[TOKENS], hang_after=after if submit.attempt == 1 else NEVER)
+
+    return script
+
+
 def failing(code: str, after: int, attempts: int = 1) -> ScriptOf:
     """The first attempts are handed back with this reason."""
     failed = Event.Failed(
@@ -330,7 +339,7 @@ async def test_no_answer_is_cut_by_a_worker_with_a_smaller_context(tmp_path: Pat
 
 
 async def test_the_same_worker_comes_back(tmp_path: Path) -> None:
-    async with gateway(tmp_path, breaking(), step_s=0.05) as mesh:
+    async with gateway(tmp_path, hanging(3)) as mesh:
         call, got = await begin_then_stop(mesh)
         await asyncio.sleep(0.3)
         new = await restart(mesh, breaking())
@@ -343,7 +352,7 @@ async def test_the_same_worker_comes_back(tmp_path: Path) -> None:
 
 
 async def test_cancelled_between_two_owners(tmp_path: Path) -> None:
-    async with gateway(tmp_path, breaking(), step_s=0.05) as mesh:
+    async with gateway(tmp_path, hanging(3)) as mesh:
         call, got = await begin_then_stop(mesh)
         cancel = gateway_pb2.CancelRequest(request_id=got.last.request_id)
         assert (await mesh.typed.Cancel(cancel)).found
@@ -357,7 +366,7 @@ async def test_cancelled_between_two_owners(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["disconnect", "deadline"])
 async def test_ended_between_two_owners(tmp_path: Path, how: str) -> None:
     timeout_s = 4.0 if how == "deadline" else 60.0
-    async with gateway(tmp_path, breaking(), step_s=0.05, request_timeout_s=timeout_s) as mesh:
+    async with gateway(tmp_path, hanging(3), request_timeout_s=timeout_s) as mesh:
         call, got = await begin_then_stop(mesh)
         if how == "disconnect":
             call.cancel()

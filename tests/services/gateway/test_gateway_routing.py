@@ -109,7 +109,7 @@ async def test_a_prompt_waits_where_it_is_computed(tmp_path: Path, is_computed_h
         num_steps = int(is_computed_here)
         return Script(tokens=[[65]], hang_after=num_steps, is_computed_here=is_computed_here)
 
-    async with gateway(tmp_path, waiting, num_prefill=1, load_interval_s=5.0) as mesh:
+    async with gateway(tmp_path, waiting, num_prefill=1, load_interval_s=10.0) as mesh:
         (owner,), (filler,) = (list(mesh.app.fleet.workers(one)) for one in ("decode", "prefill"))
         ids = prompt(random.randrange(2, 20) * PAGE_SIZE + 1)
         before = mesh.workers[0].num_pings
@@ -131,7 +131,7 @@ async def test_a_prompt_waits_where_it_is_computed(tmp_path: Path, is_computed_h
 
 async def test_a_burst_of_one_prompt_spreads(tmp_path: Path) -> None:
     """What was sent since the last report counts as queued, so that nobody is drowned."""
-    async with gateway(tmp_path, filled, num_prefill=2, load_interval_s=5.0) as mesh:
+    async with gateway(tmp_path, filled, num_prefill=2, load_interval_s=10.0) as mesh:
         ids = prompt(8 * PAGE_SIZE + 1)
         candidates = await asyncio.gather(*(complete(mesh, ids, f"{i}") for i in range(12)))
         firsts = Counter(chosen[0].worker_id for chosen in candidates)

@@ -108,7 +108,7 @@ async def test_pages_count_up_to_the_last_whole_window(monkeypatch: pytest.Monke
                         block_pages=BLOCK,
                         window_pages=window,
                     )
-                    answer = await caller.stub.Lookup(request, timeout=10)
+                    answer = await caller.stub.Lookup(request, timeout=60)
                     assert answer.num_pages == right, (whole, window)
                 if index not in whole:
                     await caller.put_data(found, [last], blocks[index][[last]])
@@ -164,7 +164,7 @@ async def test_pages_count_where_a_window_and_a_state_are_whole(
             request = kvstore_pb2.LookupRequest(
                 namespace=chain.namespace, keys=chain.keys, window_pages=window, **shape
             )
-            answer = await caller.stub.Lookup(request, timeout=10)
+            answer = await caller.stub.Lookup(request, timeout=60)
             assert answer.num_pages == right, (whole, window)
         assert right == NUM_PAGES
         end = random.randint(2, NUM_PAGES)

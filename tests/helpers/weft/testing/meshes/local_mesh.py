@@ -177,7 +177,7 @@ class LocalMesh:
     def load(self, name: str) -> worker_pb2.WatchLoadResponse:
         """A worker's load as its engine reported it last: ten times a second, and at a dump."""
         with self.worker(name) as stub:
-            call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=10)
+            call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=60)
             load = next(iter(call))
             call.cancel()
         return load
@@ -213,7 +213,7 @@ class LocalMesh:
         fleet: list[gateway_pb2.FleetWorker] = []
 
         def is_healthy() -> bool:
-            fleet[:] = stub.GetFleet(gateway_pb2.GetFleetRequest(), timeout=10).workers
+            fleet[:] = stub.GetFleet(gateway_pb2.GetFleetRequest(), timeout=60).workers
             return all(worker.healthy for worker in fleet)
 
         for address in self.grpc_addresses:

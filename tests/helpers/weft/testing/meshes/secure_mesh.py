@@ -57,7 +57,7 @@ class SecureMesh(TinyMesh):
     def call(self, caller: str, name: str, stub: Any, method: str, request: Any) -> Any:
         """An rpc of a service of this mesh, by another service."""
         with self.open(caller, name) as channel:
-            return getattr(stub(channel), method)(request, timeout=20)
+            return getattr(stub(channel), method)(request, timeout=60)
 
     def weft(self, *words: str) -> subprocess.CompletedProcess[str]:
         """The command line, as operators use it."""
@@ -71,7 +71,7 @@ class SecureMesh(TinyMesh):
         """A worker's counter since its start."""
         with self.open("cli", name) as channel:
             call = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad(
-                worker_pb2.WatchLoadRequest(), timeout=20
+                worker_pb2.WatchLoadRequest(), timeout=60
             )
             load = next(iter(call))
             call.cancel()

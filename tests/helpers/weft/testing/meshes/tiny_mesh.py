@@ -134,20 +134,20 @@ class TinyMesh(LocalMesh):
     def flush(self, name: str) -> None:
         """Drops a service's cached pages."""
         with self.operators(name) as (stub, metadata):
-            stub.FlushCache(admin_pb2.FlushCacheRequest(), metadata=metadata, timeout=10)
+            stub.FlushCache(admin_pb2.FlushCacheRequest(), metadata=metadata, timeout=60)
 
     def arm(self, name: str, spec: FaultSpec) -> None:
         """Arms a fault in a service whose mesh has `--enable-faults`."""
         request = admin_pb2.InjectFaultRequest(fault=FAULT.encode(spec))
         with self.operators(name) as (stub, metadata):
-            stub.InjectFault(request, metadata=metadata, timeout=10)
+            stub.InjectFault(request, metadata=metadata, timeout=60)
         self._armed.add((name, spec.point))
 
     def disarm(self, name: str, point: str) -> None:
         """Disarms the faults at a point."""
         request = admin_pb2.ClearFaultsRequest(point=point)
         with self.operators(name) as (stub, metadata):
-            stub.ClearFaults(request, metadata=metadata, timeout=10)
+            stub.ClearFaults(request, metadata=metadata, timeout=60)
         self._armed.discard((name, point))
 
     def disarm_all(self) -> None:
