@@ -33,6 +33,7 @@ from weft.testing.meshes.mesh_adapters import (
     unload,
     wait_held,
 )
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.mesh_peft import Peft
 from weft.testing.meshes.metric_names import documented
 from weft.testing.meshes.storm_checks import Scale, room_flags, weather
@@ -90,7 +91,7 @@ def mesh(
     drafts = "--draft-width 4 --draft-gate fixed" if pytestconfig.getoption("--full") else ""
     mesh = TinyMesh(
         tmp_path_factory.mktemp("mesh"),
-        f"--decode-args={room} {drafts}",
+        f"--decode-args={room} {drafts} {PATIENT}",
         f"--prefill-args={room}",
         *("--decode", "2", "--adapter-root", str(root), "--adapter", "first=first"),
         *("--adapter", f"second={root / 'second'}", "--local-prefill-max-tokens", "0"),

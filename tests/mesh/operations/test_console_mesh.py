@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("playwright", reason="chromium: the package `playwright` is not installed")
 
 from playwright.async_api import expect
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh
 from weft.testing.services.browser import console
 
@@ -31,7 +32,8 @@ STREAMS = 4
 @pytest.fixture
 def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[TinyMesh]:
     flags = ["--decode", "2", "--prefill", "2", "--kvstore", "1"]
-    mesh = TinyMesh(tmp_path, *flags, "--local-prefill-max-tokens", "0")
+    flags += ["--local-prefill-max-tokens", "0", "--decode-args", PATIENT]
+    mesh = TinyMesh(tmp_path, *flags)
     mesh.wait_ready()
     yield mesh
     assert mesh.stop() == 0, mesh.text

@@ -17,9 +17,12 @@ from weft.common.rpc.authorize import SERVICES
 from weft.common.rpc.channel import open_blocking_channel
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.testing.meshes.local_mesh import WEFT
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import TinyMesh
 from weft.testing.services.certificates import identity, make_certificates
 from weft.v1 import worker_pb2, worker_pb2_grpc
+
+SHIPPED = ("--kvstore", "1", "--local-prefill-max-tokens", "0", "--decode-args", PATIENT)
 
 
 class SecureMesh(TinyMesh):
@@ -29,7 +32,7 @@ class SecureMesh(TinyMesh):
         self,
         folder: Path,
         *more_flags: str,
-        workers: Sequence[str] = ("--kvstore", "1", "--local-prefill-max-tokens", "0"),
+        workers: Sequence[str] = SHIPPED,
     ) -> None:
         self.tls = folder / "tls"
         make_certificates(self.tls, *SERVICES, *FURTHER)
