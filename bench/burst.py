@@ -71,8 +71,6 @@ DEVICES = {
     "llama-3.1-8b": Device(5.2e-3, 4e-5, 42_300, 8192, 4096, 64),
     # Two EPYC cores, demo model.
     "cpu": Device(1e-2, 1e-3, 1_285, 512, 256, 0),
-    # A model of 1.5 billion parameters there, as eleven times the work.
-    "cpu-1.5b": Device(0.11, 0.011, 117, 512, 256, 0),
 }
 
 

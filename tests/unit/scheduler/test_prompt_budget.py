@@ -16,7 +16,7 @@ class Rates:
     decode_s: float
 
     def tokens_within(self, duration_s: float) -> int:
-        return max(16, int(self.tokens_per_s_beside * duration_s) // 16 * 16)
+        return int(self.tokens_per_s_beside * duration_s) // 16 * 16
 
 
 def budget(
@@ -32,24 +32,15 @@ def test_a_burst_beside_few_running_requests_takes_whole_steps() -> None:
     assert budget(rates).tokens(num_running=2, num_waiting=1) == 4000
 
 
-def test_prompts_that_would_need_many_steps_take_whole_ones() -> None:
-    """Each of those steps would decode too, and first tokens would wait for it."""
-    rates = Rates(tokens_per_s_beside=5_000, decode_s=0.02)
-    assert rates.tokens_within(0.1) < STEP_TOKENS / 16
-    assert budget(rates).tokens(num_running=2, num_waiting=14) == STEP_TOKENS
-    assert budget(rates).tokens(num_running=14, num_waiting=2) == rates.tokens_within(0.1)
-
-
 def test_the_cheaper_delay_is_chosen() -> None:
     """Against the rule as its two costs read."""
     for _ in range(300):
         rates = Rates(random.uniform(1e3, 1e6), random.uniform(1e-4, 0.1))
         weight, target_s = random.uniform(0, 20), random.uniform(0.005, 0.3)
         running, waiting = random.randint(1, 256), random.randint(0, 1000)
-        kept = rates.tokens_within(target_s)
-        num_steps = len(range(0, STEP_TOKENS, kept))
-        first_s = weight * waiting * rates.decode_s * (num_steps - 1)
+        first_s = weight * waiting * rates.decode_s
         next_s = running * (STEP_TOKENS / rates.tokens_per_s_beside - target_s)
+        kept = rates.tokens_within(target_s)
         expected = STEP_TOKENS if first_s >= next_s or kept >= STEP_TOKENS else kept
         found = budget(rates, weight, target_s).tokens(running, waiting)
         assert min(found, STEP_TOKENS) == expected
@@ -58,7 +49,7 @@ def test_the_cheaper_delay_is_chosen() -> None:
 def test_without_weight_or_measurements_the_target_is_kept() -> None:
     rates = Rates(tokens_per_s_beside=40_000, decode_s=0.005)
     assert budget(rates, weight=0.0).tokens(1, 10_000) == 4000
-    assert budget(Rates(0.0, 0.005)).tokens(1, 10_000) == 16
+    assert budget(Rates(0.0, 0.005)).tokens(1, 10_000) == 0
     assert budget(Rates(40_000, 0.0)).tokens(1, 10_000) == 4000
 
 

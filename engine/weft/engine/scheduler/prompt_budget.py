@@ -5,11 +5,8 @@ A step that also decodes takes the time of the decodes plus that of its prompt t
 prompts down to a target keeps the running requests' tokens coming. But each further step that the
 prompts then need delays every waiting first token by the time of its decodes.
 
-    delay of first tokens = first_token_weight * (waiting prompts) * (further steps)
-                            * (time of a step of decodes)
+    delay of first tokens = first_token_weight * (waiting prompts) * (time of a step of decodes)
     delay of next tokens  = (running requests) * (time by which a full step exceeds the target)
-
-Further steps are those that a full step's prompt tokens need at the target, less one.
 
 If the first is at least the second, prompts take the whole step; else they keep to the target. So a
 burst that finds few running requests is computed as fast as the device can, and a steady stream of
@@ -22,7 +19,6 @@ small pieces are computed slowly there, and prefill workers mostly share the CPU
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 MIN_OVERFLOW_TARGET_S = 0.012
@@ -45,9 +41,7 @@ class StepRates(Protocol):
         ...
 
     def tokens_within(self, duration_s: float) -> int:
-        """Prompt tokens that add at most this time to a step of decodes, in whole pages; at least
-        one page.
-        """
+        """Prompt tokens that add at most this time to a step of decodes, in whole pages."""
         ...
 
 
@@ -98,6 +92,5 @@ class PromptBudget:
         if kept >= self._max_step_tokens or not rate:
             return kept
         late_s = self._max_step_tokens / rate - target_s
-        num_further = math.ceil(self._max_step_tokens / kept) - 1
-        saved_s = self._weight * num_waiting * rates.decode_s * num_further
+        saved_s = self._weight * num_waiting * rates.decode_s
         return self._max_step_tokens if saved_s >= num_running * late_s else kept
