@@ -88,7 +88,8 @@ def install(site: Path, more: list[str], others: list[str]) -> None:
         added.write_text("\n".join(more))
         sources = ("--group", "pyproject.toml:gpu-kit", "pyproject.toml", added)
         uv("pip", "compile", *sources, "--excludes", has, *TARGET, "--output-file", pinned)
-        wheels = ("--only-binary", ":all:", "--no-deps")
+        # Copies, since `strip` would change uv's cache, and what other environments have of it.
+        wheels = ("--only-binary", ":all:", "--no-deps", "--link-mode", "copy")
         uv("pip", "install", "--target", site, *wheels, *TARGET, "--requirements", pinned)
     for name in ("bin", "include"):
         shutil.rmtree(site / name, ignore_errors=True)
