@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.fields import Fields, read_json_file
+from weft.checkpoint.fields import fields_of_file
 
 SAMPLE_RATE = 16_000
 """Samples a second that towers take."""
@@ -170,8 +170,7 @@ def check_spectrograms(folder: Path, window: WindowConfig) -> None:
     """Raises ModelError if a folder's processor makes other spectrograms than Whisper's for such
     windows.
     """
-    file = folder / "preprocessor_config.json"
-    fields = Fields(read_json_file(file) if file.exists() else {}, str(file))
+    fields = fields_of_file(folder / "preprocessor_config.json", may_lack=True)
     wanted = (
         ("feature_size", window.num_mels),
         ("sampling_rate", SAMPLE_RATE),

@@ -187,8 +187,7 @@ class ModelConfig:
         """
         raw = for_context(read_json_file(model_dir / "config.json"), max_context_tokens)
         raw, source = with_quantization(raw, model_dir)
-        generation_file = model_dir / "generation_config.json"
-        generation = read_json_file(generation_file) if generation_file.exists() else {}
+        generation = read_json_file(model_dir / "generation_config.json", may_lack=True)
         try:
             config = cls.from_dict(raw, generation, where=str(model_dir))
         except ModelError as error:

@@ -44,6 +44,11 @@ class Fields:
         own, others = ({**part._values, but: None} for part in (self, other))
         return own == others
 
+    def only(self, name: str, value: object) -> None:
+        """Raises ModelError unless a field is absent or has the one value that is supported."""
+        if self.get(name) not in (None, value):
+            raise self.error(name, f"only {value!r} is supported, not {self.get(name)!r}")
+
     def positive(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
         value = self._required(name, default)
@@ -112,14 +117,25 @@ class Fields:
         return value
 
 
-def read_json_file(path: Path) -> Mapping[str, Any]:
-    """Reads a JSON object from a file."""
+def read_json(path: Path) -> Any:
     try:
-        content = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
+
+
+def read_json_file(path: Path, *, may_lack: bool = False) -> Mapping[str, Any]:
+    """Reads a JSON object from a file. `may_lack`: no file counts as an empty object."""
+    if may_lack and not path.exists():
+        return {}
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ModelError(f"{path}: expected a JSON object")
     return content
+
+
+def fields_of_file(path: Path, *, may_lack: bool = False) -> Fields:
+    """As `read_json_file`."""
+    return Fields(read_json_file(path, may_lack=may_lack), str(path))

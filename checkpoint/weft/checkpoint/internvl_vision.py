@@ -68,8 +68,7 @@ def read_internvl_vision(whole: Fields, text: Fields) -> VisionConfig:
         (vision, "use_absolute_position_embeddings", True),
         (vision, "use_mean_pooling", True),
     ):
-        if fields.get(name) not in (None, value):
-            raise fields.error(name, f"only {value!r} is supported, not {fields.get(name)!r}")
+        fields.only(name, value)
     vit = _vit(vision)
     ratio = whole.number("downsample_ratio", 0.5)
     factor = round(1 / ratio)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from weft.checkpoint.demo import DEMO_NAME, convert_demo
-from weft.checkpoint.fields import Fields, read_json_file
+from weft.checkpoint.fields import Fields, fields_of_file, read_json_file
 from weft.checkpoint.files import Progress
 from weft.checkpoint.made_folder import make_once
 from weft.contract.arrays import Float32Array
@@ -41,7 +41,7 @@ def joined_folder(path: Path, progress: Progress | None = None) -> Path:
     file is missing or malformed, or the demo model cannot be converted.
     """
     path = path.resolve()
-    fields = Fields(read_json_file(path / TOWER_FILE), str(path / TOWER_FILE))
+    fields = fields_of_file(path / TOWER_FILE)
     named = fields.text("language_model", DEMO_NAME)
     if named != DEMO_NAME:
         raise fields.error("language_model", f"only {DEMO_NAME!r} is supported, not {named!r}")

@@ -61,8 +61,7 @@ def read_llama4_vision(whole: Fields, hidden: int, vocab_size: int) -> VisionCon
         ("vision_feature_select_strategy", "default"),
         ("multi_modal_projector_bias", False),
     ):
-        if vision.get(name) not in (None, value):
-            raise vision.error(name, f"only {value!r} is supported, not {vision.get(name)!r}")
+        vision.only(name, value)
     vit = siglip_vit(vision.replaced(hidden_act="gelu"), _SIZES, "learned")
     if vit.head_dim % 4:
         raise vision.error("hidden_size", f"heads of {vit.head_dim}; rotations take multiples of 4")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.fields import Fields, read_json_file
+from weft.checkpoint.fields import Fields, fields_of_file
 
 PARAMS_FILE = "params.json"
 _GENERAL = {
@@ -83,7 +83,7 @@ def mistral_name(name: str) -> str:
 
 def config_of_params(path: Path) -> Mapping[str, Any]:
     """The content of config.json."""
-    fields = Fields(read_json_file(path), str(path))
+    fields = fields_of_file(path)
     config = {ours: fields.get(name) for name, ours in _GENERAL.items() if name in fields}
     config.setdefault("max_position_embeddings", _MAX_POSITIONS)
     config |= {"bos_token_id": 1, "eos_token_id": 2, "rope_parameters": _rotation(fields)}

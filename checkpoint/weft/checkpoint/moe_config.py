@@ -144,14 +144,18 @@ def without_defaults(record: DataclassInstance, first: int) -> dict[str, Any]:
 
 def qwen_experts(config: Fields) -> MoEConfig:
     """Qwen3-MoE's."""
-    name = "num_experts" if "num_experts" in config else "num_local_experts"
     return MoEConfig(
-        **counts(config, name),
+        **named_counts(config),
         intermediate_size=config.positive("moe_intermediate_size"),
         norm_topk_prob=config.flag("norm_topk_prob", False),
         decoder_sparse_step=config.positive("decoder_sparse_step", 1),
         mlp_only_layers=config.indices("mlp_only_layers"),
     )
+
+
+def named_counts(config: Fields) -> dict[str, Any]:
+    """`counts` of files that call the number of experts by one of two names."""
+    return counts(config, "num_experts" if "num_experts" in config else "num_local_experts")
 
 
 def counts(config: Fields, name: str, chosen: str = "num_experts_per_tok") -> dict[str, Any]:

@@ -152,13 +152,14 @@ class ParallelConfig:
 
 MixerConfig = AttentionConfig | ParallelConfig | RecurrentConfig
 """The block of a layer in which rows exchange information."""
+MlpActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpConfig:
     """The feed-forward block of every layer."""
 
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    activation: MlpActivation = "silu"
     is_gated: bool = True
     bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)

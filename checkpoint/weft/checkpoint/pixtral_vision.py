@@ -59,8 +59,7 @@ def read_mistral3_vision(whole: Fields, hidden: int, vocab_size: int, eps: float
         (vision, "num_channels", NUM_CHANNELS),
         (vision, "model_type", "pixtral"),
     ):
-        if fields.get(name) not in (None, value):
-            raise fields.error(name, f"only {value!r} is supported, not {fields.get(name)!r}")
+        fields.only(name, value)
     vit = _vit(vision.replaced(**{**_OF_MISTRAL3, **{name: vision.get(name) for name in vision}}))
     return VisionConfig(
         vit=vit,

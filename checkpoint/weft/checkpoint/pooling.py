@@ -5,7 +5,6 @@ Pure Python: the gateway reads prompts and limits here without importing torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 from weft.checkpoint.architectures import encoder_stem, is_bidirectional, is_headless
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.fields import Fields
+from weft.checkpoint.fields import Fields, fields_of_file, read_json, read_json_file
 from weft.contract.errors import ModelError
 from weft.contract.tasks import Output, Pooling, Task
 
@@ -83,7 +82,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
     """
     if task == "generate":
         return PoolingConfig(task="generate", pooling="last", normalises=False)
-    raw = _read_object(model_dir / "config.json", {})
+    raw = read_json_file(model_dir / "config.json", may_lack=True)
     names = raw.get("architectures") or [""]
     architecture = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
     modules = _modules(model_dir)
@@ -95,8 +94,9 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
             "classification head",
             param="task",
         )
-    settings = _read_object(model_dir / "config_sentence_transformers.json", {})
-    limits = Fields(_read_object(model_dir / "sentence_bert_config.json", {}), str(model_dir))
+    settings = read_json_file(model_dir / "config_sentence_transformers.json", may_lack=True)
+    lengths = read_json_file(model_dir / "sentence_bert_config.json", may_lack=True)
+    limits = Fields(lengths, str(model_dir))
     prompts, default = _prompts(settings, str(model_dir))
     most = limits.positive("max_seq_length") if "max_seq_length" in limits else None
     is_encoder = is_bidirectional(raw)
@@ -173,15 +173,14 @@ def _of_modules(model_dir: Path, modules: list[tuple[str, Path]]) -> dict[str, A
     config: dict[str, Any] = {"normalises": False}
     dense: list[DenseConfig] = []
     for kind, folder in modules:
-        where = str(folder / "config.json")
         if kind == "Transformer":
             continue
         if config["normalises"]:
             raise ModelError(f"{model_dir}/modules.json: {kind} behind Normalize is not supported")
         if kind == "Pooling":
-            config["pooling"] = _pooling(Fields(_read_object(folder / "config.json"), where))
+            config["pooling"] = _pooling(fields_of_file(folder / "config.json"))
         elif kind == "Dense":
-            dense.append(_dense(folder, Fields(_read_object(folder / "config.json"), where)))
+            dense.append(_dense(folder, fields_of_file(folder / "config.json")))
         elif kind == "Normalize":
             config["normalises"] = True
         elif kind != "Dropout":
@@ -194,14 +193,14 @@ def _of_modules(model_dir: Path, modules: list[tuple[str, Path]]) -> dict[str, A
 
 def _of_logit_score(model_dir: Path, modules: list[tuple[str, Path]]) -> dict[str, Any]:
     folder = next(folder for kind, folder in modules if kind == "LogitScore")
-    fields = Fields(_read_object(folder / "config.json"), str(folder / "config.json"))
+    fields = fields_of_file(folder / "config.json")
     names = ("true_token_id", "false_token_id")
     return {name: fields.count(name, 0) if name in fields else None for name in names}
 
 
 def _modules(model_dir: Path) -> list[tuple[str, Path]]:
     path = model_dir / "modules.json"
-    listed = _read(path, [])
+    listed = read_json(path) if path.exists() else []
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise ModelError(f"{path}: expected a list of objects")
     found = []
@@ -263,21 +262,3 @@ def _prompts(settings: Mapping[str, Any], where: str) -> tuple[Mapping[str, str]
     if name is not None and name not in prompts:
         raise ModelError(f"{where}: default_prompt_name: there is no prompt {name!r}")
     return prompts, "" if name is None else prompts[name]
-
-
-def _read_object(path: Path, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    content = _read(path, default)
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return content
-
-
-def _read(path: Path, default: object) -> Any:
-    if default is not None and not path.exists():
-        return default
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error

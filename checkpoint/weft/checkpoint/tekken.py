@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.byte_pairs import byte_letters, byte_pair_tokenizer
-from weft.checkpoint.fields import Fields, read_json_file
+from weft.checkpoint.fields import Fields, fields_of_file
 
 TEKKEN_FILE = "tekken.json"
 _DEFAULT_SPECIAL = ("<unk>", "<s>", "</s>")
@@ -28,7 +28,7 @@ _NUM_SPECIAL = 1000
 
 def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
     """Contents of tokenizer.json and tokenizer_config.json."""
-    fields = Fields(read_json_file(path), str(path))
+    fields = fields_of_file(path)
     config = fields.section("config")
     num_special = config.positive("default_num_special_tokens", _NUM_SPECIAL)
     special = _special_tokens(fields, num_special)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.checkpoint.fields import Fields, read_json_file
+from weft.checkpoint.fields import Fields, fields_of_file
 from weft.checkpoint.moe_config import without_defaults
 from weft.checkpoint.parts import NormConfig
 from weft.contract.errors import InvalidRequest
@@ -529,10 +529,10 @@ def image_processor(model_dir: Path) -> Fields:
     """
     nested, own = model_dir / "processor_config.json", model_dir / "preprocessor_config.json"
     if nested.exists():
-        fields = Fields(read_json_file(nested), str(nested))
+        fields = fields_of_file(nested)
         if "image_processor" in fields:
             return fields.section("image_processor")
-    return Fields(read_json_file(own) if own.exists() else {}, str(own))
+    return fields_of_file(own, may_lack=True)
 
 
 def _by_channel(fields: Fields, name: str, default: tuple[float, ...]) -> tuple[float, ...]:

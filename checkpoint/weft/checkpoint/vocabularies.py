@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.fields import Fields, read_json_file
+from weft.checkpoint.fields import fields_of_file
 from weft.contract.errors import ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -25,7 +25,7 @@ def token_ids(file: Path) -> dict[str, int]:
     """Token ids by token, for BPE, WordPiece and WordLevel models, and for Unigram, whose file has
     a list.
     """
-    fields = Fields(read_json_file(file), str(file))
+    fields = fields_of_file(file)
     vocabulary, added = fields.section("model").get("vocab"), fields.get("added_tokens") or []
     try:
         if isinstance(vocabulary, list):

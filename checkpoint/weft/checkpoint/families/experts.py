@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.fields import Fields
-from weft.checkpoint.moe_config import GatingConfig, MoEConfig, RouterConfig, counts
+from weft.checkpoint.moe_config import (
+    GatingConfig,
+    MoEConfig,
+    RouterConfig,
+    counts,
+    named_counts,
+    qwen_experts,
+)
 
 
 def qwen2_experts(config: Fields) -> MoEConfig:
     """Qwen2-MoE: a shared expert with a gate."""
     if not config.flag("qkv_bias", True):
         raise config.error("qkv_bias", "only true is supported")
-    name = "num_experts" if "num_experts" in config else "num_local_experts"
-    return MoEConfig(
-        **counts(config, name),
-        intermediate_size=config.positive("moe_intermediate_size"),
-        norm_topk_prob=config.flag("norm_topk_prob", False),
-        decoder_sparse_step=config.positive("decoder_sparse_step", 1),
-        mlp_only_layers=config.indices("mlp_only_layers"),
+    return replace(
+        qwen_experts(config),
         shared_size=config.positive("shared_expert_intermediate_size"),
         has_shared_gate=True,
     )
@@ -98,7 +101,7 @@ def olmoe_experts(config: Fields) -> MoEConfig:
 def mellum_experts(config: Fields) -> MoEConfig:
     """Mellum 2, like Qwen3-MoE."""
     return MoEConfig(
-        **counts(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        **named_counts(config),
         intermediate_size=config.positive("moe_intermediate_size"),
         norm_topk_prob=config.flag("norm_topk_prob", True),
         mlp_only_layers=_dense_layers(config, 0),
@@ -277,7 +280,7 @@ def hy3_experts(config: Fields) -> MoEConfig:
     """Hy3: sigmoids with a correction, and a shared expert."""
     inner = config.positive("moe_intermediate_size")
     return MoEConfig(
-        **counts(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        **named_counts(config),
         intermediate_size=inner,
         norm_topk_prob=True,
         mlp_only_layers=_dense_layers(config, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
-from typing import Any, Literal
+from typing import Any
 
 from weft.checkpoint.architectures import CLASSIFIER, ConfigReader, is_bidirectional
 from weft.checkpoint.config import (
@@ -25,6 +25,7 @@ from weft.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
     MixerConfig,
+    MlpActivation,
     MlpConfig,
     NamesConfig,
     NormConfig,
@@ -33,15 +34,19 @@ from weft.checkpoint.quantization import read_quantization
 from weft.checkpoint.rope import RopeConfig, rope_config
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR = "linear_attention"
 _TOWERS = ("vision_tower", "multi_modal_projector")
 VISION = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
 """Prefixes of image tensors, which are left out."""
+IMAGE_BODIES = ("model.language_model", "language_model.model", "model")
+IMAGE_HEADS = ("lm_head", "language_model.lm_head")
+"""Names of the language model in models that also take images."""
 
 _MOST_BEHIND = 8
 _OF_KINDS = ("layer_types", "full_attention_interval", "linear_attn_config")
 """Fields that say which layers have attention; the first one that exists counts."""
 
-_ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]] = {
+_ACTIVATIONS: Mapping[str, MlpActivation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -106,9 +111,7 @@ class Family:
         """The stream's RMS norm; `name`: the field of its epsilon."""
         return NormConfig(eps=self.fields.number(name, eps), adds_one=adds_one)
 
-    def activation(
-        self, default: str = "silu", name: str = "hidden_act"
-    ) -> Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]:
+    def activation(self, default: str = "silu", name: str = "hidden_act") -> MlpActivation:
         found = self.fields.text(name, default)
         if found not in _ACTIVATIONS:
             known = ", ".join(sorted(_ACTIVATIONS))
@@ -138,10 +141,8 @@ class Family:
         return DecoderConfig(norm=norm, layers=layers, mlp=mlp)
 
     def only(self, name: str, value: object) -> None:
-        """Raises ModelError unless a field is absent or has the one value that is supported."""
-        found = self.fields.get(name)
-        if found is not None and found != value:
-            raise self.fields.error(name, f"only {value!r} is supported, not {found!r}")
+        """As `Fields.only`."""
+        self.fields.only(name, value)
 
     def rope(self, kind: str | None = None, **options: Any) -> RopeConfig:
         """The rotation, for one kind of layers if there are several, as from `rope_config`."""
@@ -347,8 +348,8 @@ def config_reader(read: FamilyReader) -> ConfigReader:
 def mistral_names() -> NamesConfig:
     """Names in Mistral's models that also take images."""
     return NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"),
-        heads=("lm_head", "language_model.lm_head"),
+        bodies=IMAGE_BODIES,
+        heads=IMAGE_HEADS,
         left_out=(*VISION, *LEFT_OUT),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig, SlidingWindow
-from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family
+from weft.checkpoint.families.family import FULL, IMAGE_BODIES, SLIDING, VISION, Family
 from weft.checkpoint.fields import Fields
 from weft.checkpoint.parts import (
     AttentionConfig,
@@ -102,7 +102,7 @@ def read_gemma3(family: Family) -> ModelConfig:
         for kind in kinds
     )
     names = NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"),
+        bodies=IMAGE_BODIES,
         left_out=VISION,
         feed_norm=_FEED_NORM,
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import gemma4_experts
-from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family
+from weft.checkpoint.families.family import FULL, IMAGE_BODIES, SLIDING, VISION, Family
 from weft.checkpoint.fields import Fields
 from weft.checkpoint.moe_config import MoENamesConfig
 from weft.checkpoint.parts import (
@@ -92,7 +92,7 @@ def text_names(sources: Sequence[int | None]) -> NamesConfig:
     sharing = (layer for layer, source in enumerate(sources) if source is not None)
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     return NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"),
+        bodies=IMAGE_BODIES,
         left_out=(*VISION, *_OTHERS),
         unused=tuple(f"layers.{layer}.self_attn.{part}." for layer in sharing for part in parts),
         feed_norm="pre_feedforward_layernorm",

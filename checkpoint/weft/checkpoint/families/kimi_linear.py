@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import kimi_experts, ling2_experts
-from weft.checkpoint.families.family import FULL, Family, behind
+from weft.checkpoint.families.family import FULL, LINEAR, Family, behind
 from weft.checkpoint.latent_config import LatentConfig
 from weft.checkpoint.moe_config import MoENamesConfig
 from weft.checkpoint.parts import AttentionConfig, GateConfig, MlpConfig, NamesConfig
 from weft.checkpoint.recurrent_config import DeltaAttentionConfig
-
-_LINEAR = "linear_attention"
 
 
 def read_kimi_linear(family: Family) -> ModelConfig:
@@ -39,10 +37,10 @@ def read_kimi_linear(family: Family) -> ModelConfig:
 
     def default(layer: int) -> str:
         if with_attention:
-            return FULL if layer + 1 in with_attention else _LINEAR
-        return FULL if layer and layer % 4 == 0 else _LINEAR
+            return FULL if layer + 1 in with_attention else LINEAR
+        return FULL if layer and layer % 4 == 0 else LINEAR
 
-    kinds = family.listed(["layer_types"], {_LINEAR: _LINEAR, FULL: FULL}, default)
+    kinds = family.listed(["layer_types"], {LINEAR: LINEAR, FULL: FULL}, default)
     decoder = family.decoder(
         tuple(attention if kind == FULL else delta for kind in kinds), norm, mlp=MlpConfig()
     )
@@ -105,9 +103,9 @@ def read_ling3(family: Family) -> ModelConfig:
 
     def default(layer: int) -> str:
         is_last = (layer + 1) % group == 0 or layer >= count // group * group
-        return FULL if is_last else _LINEAR
+        return FULL if is_last else LINEAR
 
-    kinds = family.listed(["layer_types"], {_LINEAR: _LINEAR, FULL: FULL}, default)
+    kinds = family.listed(["layer_types"], {LINEAR: LINEAR, FULL: FULL}, default)
     decoder = family.decoder(
         tuple(attention if kind == FULL else delta for kind in kinds), norm, mlp=MlpConfig()
     )

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import llama4_experts
-from weft.checkpoint.families.family import CHUNKED, FULL, VISION, Family
+from weft.checkpoint.families.family import (
+    CHUNKED,
+    FULL,
+    IMAGE_BODIES,
+    IMAGE_HEADS,
+    VISION,
+    Family,
+)
 from weft.checkpoint.llama4_vision import read_llama4_vision
 from weft.checkpoint.moe_config import MoENamesConfig
 from weft.checkpoint.parts import HeadNormConfig, NamesConfig
@@ -48,8 +55,8 @@ def read_llama4(family: Family) -> ModelConfig:
     inner = fields.positive("intermediate_size_mlp", 16384)
     decoder = family.decoder(layers, family.rms(eps=1e-5))
     names = NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"),
-        heads=("lm_head", "language_model.lm_head"),
+        bodies=IMAGE_BODIES,
+        heads=IMAGE_HEADS,
         left_out=(*VISION, *_TOWER),
         feeds=("feed_forward",),
         moe=MoENamesConfig(router="router", shared="shared_expert", is_transposed=True),

@@ -8,7 +8,7 @@ from typing import Literal
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import mixtral_experts, nemotron_experts
-from weft.checkpoint.families.family import FULL, Family
+from weft.checkpoint.families.family import FULL, LINEAR, Family
 from weft.checkpoint.families.granite import shared_names
 from weft.checkpoint.fields import Fields
 from weft.checkpoint.moe_config import MoEConfig
@@ -21,7 +21,7 @@ from weft.checkpoint.parts import (
 )
 from weft.checkpoint.recurrent_config import Mamba2Config
 
-_MAMBA, _MLP, _MOE = "linear_attention", "mlp", "moe"
+_MAMBA, _MLP, _MOE = LINEAR, "mlp", "moe"
 _KINDS = {_MAMBA: _MAMBA, "mamba": _MAMBA, FULL: FULL, "attention": FULL}
 _BLOCKS = {**_KINDS, _MLP: _MLP, _MOE: _MOE}
 _LETTERS = {"M": _MAMBA, "*": FULL, "-": _MLP, "E": _MOE}

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import mixtral_experts
-from weft.checkpoint.families.family import FULL, Family
+from weft.checkpoint.families.family import FULL, LINEAR, Family
 from weft.checkpoint.families.mixtral import LETTERS
 from weft.checkpoint.parts import AttentionConfig, NamesConfig
 from weft.checkpoint.recurrent_config import LightningConfig
 
-_LINEAR = "linear_attention"
 _BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
@@ -31,9 +30,9 @@ def read_minimax(family: Family) -> ModelConfig:
         heads=family.num_heads, dim=dim, num_layers=family.num_layers, eps=1e-6
     )
     kinds = _kinds(family)
-    if set(kinds) != {FULL, _LINEAR}:
+    if set(kinds) != {FULL, LINEAR}:
         raise fields.error("layer_types", "expected layers with and without attention")
-    factors = {kind: _factors(family, kind) for kind in (FULL, _LINEAR)}
+    factors = {kind: _factors(family, kind) for kind in (FULL, LINEAR)}
     decoder = replace(
         family.decoder(tuple(attention if kind == FULL else lightning for kind in kinds), norm),
         kept=tuple(factors[kind] for kind in kinds),
@@ -52,9 +51,9 @@ def _kinds(family: Family) -> tuple[str, ...]:
     """1 means attention in the list of older files."""
     switches = family.switches("attn_type_list")
     if switches is not None:
-        return tuple(FULL if has_attention else _LINEAR for has_attention in switches)
+        return tuple(FULL if has_attention else LINEAR for has_attention in switches)
     return family.listed(
-        ["layer_types"], {_LINEAR: _LINEAR, FULL: FULL}, lambda n: _LINEAR if n % 2 else FULL
+        ["layer_types"], {LINEAR: LINEAR, FULL: FULL}, lambda n: LINEAR if n % 2 else FULL
     )
 
 
@@ -64,8 +63,7 @@ def _factors(family: Family, kind: str) -> tuple[float, float]:
     """
     fields, found = family.fields, []
     block = "full_attn" if kind == FULL else "linear_attn"
-    older = "full_attention" if kind == FULL else "linear_attention"
-    for name, old in ((block, older), ("mlp", "mlp")):
+    for name, old in ((block, kind), ("mlp", "mlp")):
         for beta in (f"{name}_beta_factor", f"layernorm_{old}_beta"):
             family.only(beta, 1)
         found.append(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.families.family import FULL, Family
+from weft.checkpoint.families.family import FULL, LINEAR, Family
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig, qwen_experts
 from weft.checkpoint.mtp_config import qwen_head
 from weft.checkpoint.parts import GateConfig, HeadNormConfig, MlpConfig, NamesConfig
 from weft.checkpoint.qwen_vision import TextOfVision, read_qwen3_vision
 from weft.checkpoint.recurrent_config import GatedDeltaConfig
 
-_LINEAR = "linear_attention"
 _NAMES = NamesConfig(
     bodies=("model.language_model", "model"),
     left_out=("mtp.", "model.visual.", "visual."),
@@ -85,8 +84,8 @@ def _config(family: Family, moe: MoEConfig | None, *, is_fused: bool) -> ModelCo
     every = fields.positive("full_attention_interval", 4)
     kinds = family.listed(
         ["layer_types"],
-        {_LINEAR: _LINEAR, FULL: FULL},
-        lambda layer: FULL if (layer + 1) % every == 0 else _LINEAR,
+        {LINEAR: LINEAR, FULL: FULL},
+        lambda layer: FULL if (layer + 1) % every == 0 else LINEAR,
     )
     decoder = family.decoder(
         tuple(attention if kind == FULL else linear for kind in kinds), norm, mlp=MlpConfig()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.families.family import VISION, Family, FamilyReader
+from weft.checkpoint.families.family import IMAGE_HEADS, VISION, Family, FamilyReader
 from weft.checkpoint.families.lfm2 import read_lfm2, read_lfm2_moe
 from weft.checkpoint.families.llamas import read_llama, read_qwen2, read_qwen3
 from weft.checkpoint.fields import Fields
@@ -94,7 +94,7 @@ def read_text_model(
     names = replace(
         config.names,
         bodies=("model.language_model", "language_model.model", "model.text_model", "model"),
-        heads=("lm_head", "language_model.lm_head"),
+        heads=IMAGE_HEADS,
     )
     return replace(config, names=names), text_family.whole
 
