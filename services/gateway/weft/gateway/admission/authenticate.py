@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from weft.common.rpc.authorize import TOKEN_CHECKED
 from weft.common.rpc.errors import Context, abort
 from weft.contract.errors import ConfigError, InvalidApiKey
 from weft.gateway.admission.file_watch import FileWatch
@@ -35,46 +36,8 @@ KEYLESS = frozenset(
         # These two refuse callers without an operator's certificate.
         "/weft.v1.GatewayService/DrainWorker",
         "/weft.v1.GatewayService/UndrainWorker",
-        # These need the operators' token.
-        "/weft.v1.ServerService/StartProfile",
-        "/weft.v1.ServerService/StopProfile",
-        "/weft.v1.ServerService/StartExpertRecord",
-        "/weft.v1.ServerService/StopExpertRecord",
-        "/weft.v1.ServerService/DumpExpertRecord",
-        "/weft.v1.ServerService/BalanceExperts",
-        "/weft.v1.TrainerService/PauseWorkers",
-        "/weft.v1.TrainerService/ResumeWorkers",
-        "/weft.v1.TrainerService/IsPaused",
-        "/weft.v1.TrainerService/PauseGeneration",
-        "/weft.v1.TrainerService/ContinueGeneration",
-        "/weft.v1.TrainerService/AbortRequests",
-        "/weft.v1.TrainerService/ShowLoads",
-        "/weft.v1.TrainerService/UpdateWeightsFromDisk",
-        "/weft.v1.TrainerService/InitWeightsUpdateGroup",
-        "/weft.v1.TrainerService/DestroyWeightsUpdateGroup",
-        "/weft.v1.TrainerService/BeginWeightUpdate",
-        "/weft.v1.TrainerService/UpdateWeightsFromDistributed",
-        "/weft.v1.TrainerService/EndWeightUpdate",
-        "/weft.v1.TrainerService/UpdateWeightsFromTensor",
-        "/weft.v1.TrainerService/UpdateWeightsFromPeer",
-        "/weft.v1.TrainerService/UpdateWeightsFromIpc",
-        "/weft.v1.TrainerService/InitWeightTransferEngine",
-        "/weft.v1.TrainerService/StartWeightUpdate",
-        "/weft.v1.TrainerService/UpdateWeights",
-        "/weft.v1.TrainerService/FinishWeightUpdate",
-        "/weft.v1.TrainerService/ShutdownWeightTransferEngine",
-        "/weft.v1.TrainerService/GetWorldSize",
-        "/weft.v1.TrainerService/GetWeightVersion",
-        "/weft.v1.TrainerService/FlushCache",
-        "/weft.v1.TrainerService/CheckWeights",
-        "/weft.v1.TrainerService/ShowServer",
-        "/weft.v1.TrainerService/SleepWorkers",
-        "/weft.v1.TrainerService/WakeWorkers",
-        "/weft.v1.TrainerService/IsSleeping",
-        "/weft.v1.TrainerService/ReleaseMemory",
-        "/weft.v1.TrainerService/ResumeMemory",
     }
-)
+).union(TOKEN_CHECKED)
 """Methods of the faces that need no key."""
 FACES = (
     "/weft.v1.GatewayService/",
