@@ -121,11 +121,7 @@ class Catalogue:
         adapter or `model:adapter`; empty: the only model. Raises ModelNotFound if there is no such
         model or adapter, InvalidRequest if the name is empty and there are several models.
         """
-        if name:
-            return await self.named(name)
-        if len(self) > 1:
-            raise invalid("model", f"is missing; this server has {self._names()}")
-        return ResolvedModel(self.first)
+        return await self.named(name) if name else ResolvedModel(self.base(""))
 
     async def named(self, name: str) -> ResolvedModel:
         """Resolves a name that must not be empty. Raises ModelNotFound if there is no such model or

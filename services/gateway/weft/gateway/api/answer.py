@@ -25,6 +25,11 @@ def json_body(value: object) -> HttpBody:
     return HttpBody(content_type=JSON, data=to_json(value))
 
 
+def or_empty(request: HttpBody) -> HttpBody:
+    """An empty object if a client has sent no body."""
+    return request if request.data else HttpBody(content_type=JSON, data=b"{}")
+
+
 def named_event(name: str, value: Mapping[str, object]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(value))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pydantic import BaseModel, Field
+from weft.gateway.api.answer import JSON
 from weft.gateway.api.audio.bodies import SpeechBody
 from weft.gateway.api.audio.segments import Segment
 from weft.gateway.api.openai.chunks import to_json
 
-EVENTS = "text/event-stream; charset=utf-8"
 CONTENT_TYPES = {
-    "json": "application/json",
-    "verbose_json": "application/json",
+    "json": JSON,
+    "verbose_json": JSON,
     "text": "text/plain; charset=utf-8",
     "srt": "application/x-subrip; charset=utf-8",
     "vtt": "text/vtt; charset=utf-8",

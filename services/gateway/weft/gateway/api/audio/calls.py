@@ -9,9 +9,9 @@ from google.api.httpbody_pb2 import HttpBody
 from weft.checkpoint.audio_config import SAMPLE_RATE
 from weft.common.rpc.errors import Context
 from weft.common.rpc.interceptors import TakenBody
+from weft.gateway.api.answer import EVENTS
 from weft.gateway.api.audio.answers import (
     CONTENT_TYPES,
-    EVENTS,
     delta_event,
     done_event,
     render,

@@ -103,7 +103,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
             if is_end:
                 leave_out("keep_alive", "served models stay loaded")
             line = to_json(loaded(named, is_chat=is_chat, is_end=is_end)) + b"\n"
-            kind = LINES if is_streamed else "application/json"
+            kind = LINES if is_streamed else JSON
             await begin_answer(context, "load", kind)
             await context.write(HttpBody(content_type=kind, data=line))
             return

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from weft.contract.request import Constraint, check_whitespace
 from weft.gateway.api.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
+from weft.gateway.text.answer.demand import ANY_OBJECT
 from weft.gateway.validate import invalid, unsupported
 
-_ANY_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
 _UNSUPPORTED = {
     "disable_additional_properties": "a schema says so itself, by additionalProperties",
 }
@@ -116,7 +116,7 @@ def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
         return
     if given.type == "json_object":
         if given.schema_ is None:
-            yield _schema("response_format", _ANY_OBJECT)
+            yield _schema("response_format", ANY_OBJECT)
         else:
             yield _schema("response_format.schema", _of_objects(given.schema_))
     elif given.schema_ is not None:
@@ -126,7 +126,7 @@ def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
     else:
         schema = given.json_schema.schema_
         param = "response_format.json_schema.schema"
-        yield _schema(param, _ANY_OBJECT if schema is None else schema)
+        yield _schema(param, ANY_OBJECT if schema is None else schema)
 
 
 def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -206,7 +206,7 @@ def _structured(given: StructuredOutputs) -> list[GivenConstraint]:
     if given.json_ is not None:
         found.append(_schema("structured_outputs.json", given.json_))
     if given.json_object:
-        found.append(_schema("structured_outputs.json_object", _ANY_OBJECT))
+        found.append(_schema("structured_outputs.json_object", ANY_OBJECT))
     if given.regex is not None:
         found.append(
             GivenConstraint("structured_outputs.regex", Constraint(kind="regex", text=given.regex))

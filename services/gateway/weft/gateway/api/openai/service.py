@@ -14,6 +14,7 @@ from weft.common.rpc.errors import Context
 from weft.contract.errors import Draining, PeerUnavailable, RequestNotFound
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.answer import EVENTS, JSON, json_body
 from weft.gateway.api.audio.calls import AudioCalls
 from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.end_session import end_session
@@ -61,8 +62,6 @@ from weft.gateway.text.detokenize import make_detokenizer
 from weft.gateway.validate import check_ids
 from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
 
-_JSON = "application/json"
-_EVENTS = "text/event-stream; charset=utf-8"
 _READY_RETRY_S = 1.0
 _LARGE = 32 << 10
 _LOGPROB_CHARS = 100
@@ -157,12 +156,12 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             if body.return_token_ids:
                 writer.prompt_ids = [generation.prompt.ids for generation in answer.generations]
             if body.stream:
-                with self._relays.stream_of(context, _EVENTS) as out:
+                with self._relays.stream_of(context, EVENTS) as out:
                     headers = (*answer.headers, *out.headers)
-                    await begin_answer(context, raw.request_id, _EVENTS, headers)
+                    await begin_answer(context, raw.request_id, EVENTS, headers)
                     last = await self._stream(answer, body, writer, out)
             else:
-                await begin_answer(context, raw.request_id, _JSON, answer.headers)
+                await begin_answer(context, raw.request_id, JSON, answer.headers)
                 last = await self._collect(answer, body, writer)
         await context.write(last)
 
@@ -179,7 +178,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             await answer.settle()
             fields = _closing_fields(answer, body, with_usage=_includes_usage(body))
         last = writer.last_event(fields) + DONE if fields else DONE
-        return HttpBody(content_type=_EVENTS, data=last)
+        return HttpBody(content_type=EVENTS, data=last)
 
     async def _collect(
         self, answer: Answer, body: GenerationBody, writer: AnswerWriter
@@ -224,12 +223,12 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         data = [_describe(one) for one in resolved]
         ids = [one["id"] for one in data]
         for_anthropic = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
-        return _json({"object": "list", "data": data, **for_anthropic})
+        return json_body({"object": "list", "data": data, **for_anthropic})
 
     async def RetrieveModel(
         self, request: openai_pb2.RetrieveModelRequest, context: Context
     ) -> HttpBody:
-        return _json(_describe(await self._models.named(request.model)))
+        return json_body(_describe(await self._models.named(request.model)))
 
     async def TokenizeText(self, request: HttpBody, context: Context) -> HttpBody:
         body, prompt = await self._bodies.parse(TokenizeBody, request, tokenize_prompt)
@@ -256,7 +255,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         resolved = await self._models.find(raw.model)
         card = await self._models.card(resolved)
         ids = await resolved.served.preparer.tokenize(card, raw.prompts[0])
-        return _json({"input_tokens": len(ids)})
+        return json_body({"input_tokens": len(ids)})
 
     async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
         body, ids = await self._bodies.parse(DetokenizeBody, request, lambda body: body.tokens)
@@ -274,19 +273,19 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             order = replace(order, timeout_s=context.time_remaining())
             entry = await self._adapters.load_order(order)
         left_out = {"left_out": self._adapters.left_out(entry)} if entry.is_lenient else {}
-        return _json(adapter_json(entry, "loaded") | left_out)
+        return json_body(adapter_json(entry, "loaded") | left_out)
 
     async def UnloadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
         self._adapters.check_caller()
         body, _ = await self._bodies.parse(UnloadAdapterBody, request, lambda body: None)
         with as_in_the_body():
             entry = await self._adapters.unload_name(body.lora_name, context.time_remaining())
-        return _json(adapter_json(entry, "unloaded"))
+        return json_body(adapter_json(entry, "unloaded"))
 
     async def EndSession(self, request: HttpBody, context: Context) -> HttpBody:
         body, _ = await self._bodies.parse(EndSessionBody, request, lambda body: None)
         num_told = end_session(self._fleet, body.session_id, body.cache_salt)
-        return _json({"status": "success", "workers": num_told})
+        return json_body({"status": "success", "workers": num_told})
 
     async def CancelRequestById(
         self, request: openai_pb2.CancelRequestByIdRequest, context: Context
@@ -298,7 +297,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 stage="decode",
                 param="request_id",
             )
-        return _json({"id": request.request_id, "status": "cancelled"})
+        return json_body({"id": request.request_id, "status": "cancelled"})
 
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
         return await self.check_ready()
@@ -324,10 +323,10 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         answer: dict[str, object] = {"status": "ready"}
         if len(problems) > 1:
             answer["models"] = {name: problem or "ready" for name, problem in problems.items()}
-        return _json(answer)
+        return json_body(answer)
 
     async def OpenApi(self, request: Empty, context: Context) -> HttpBody:
-        return HttpBody(content_type=_JSON, data=self._document)
+        return HttpBody(content_type=JSON, data=self._document)
 
     @cached_property
     def _document(self) -> bytes:
@@ -417,8 +416,4 @@ def _join(parts: list[Delta]) -> Delta:
 async def _build(size: int, build: Callable[[], bytes]) -> HttpBody:
     """Builds large answers in a thread; `size` is in characters or numbers."""
     data = build() if size <= _LARGE else await asyncio.to_thread(build)
-    return HttpBody(content_type=_JSON, data=data)
-
-
-def _json(value: object) -> HttpBody:
-    return HttpBody(content_type=_JSON, data=to_json(value))
+    return HttpBody(content_type=JSON, data=data)

@@ -24,6 +24,7 @@ from weft.gateway.api.responses.bodies import (
 from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import CallFacts, ChatPrompt, MediaFile, RawRequest
+from weft.gateway.text.answer.demand import ANY_OBJECT
 from weft.gateway.text.parts import MEDIA_PARTS, Content, Part
 from weft.gateway.validate import invalid, unsupported
 
@@ -47,7 +48,6 @@ _INCLUDABLE = frozenset(
         "message.input_image.image_url",
     }
 )
-_ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _FILE = "image"
 """Key of a file in a stored message, whatever it is."""
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
@@ -180,7 +180,7 @@ def _effort(body: ResponsesBody) -> dict[str, Any]:
 def _format(given: FormatBody | None) -> Constraint | None:
     if given is None or given.type == "text":
         return None
-    schema = _ANY_OBJECT
+    schema = ANY_OBJECT
     if given.type == "json_schema":
         if given.schema_ is None:
             raise invalid("text.format.schema", "is needed with type json_schema")

@@ -17,7 +17,7 @@ from weft.contract.experts import ExpertAction
 from weft.contract.tasks import Task
 from weft.contract.version import version
 from weft.gateway.admission.authenticate import bearer, current_tenant
-from weft.gateway.api.answer import JSON, json_body
+from weft.gateway.api.answer import json_body, or_empty
 from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.server.profiles import (
@@ -136,7 +136,7 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
 
     async def Ping(self, request: Empty, context: Context) -> HttpBody:
         await self._ready()
-        return HttpBody(content_type=JSON, data=b"{}")
+        return json_body({})
 
     async def HealthGenerate(self, request: Empty, context: Context) -> HttpBody:
         await self._probe.check()
@@ -183,7 +183,7 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
     async def StartProfile(self, request: HttpBody, context: Context) -> HttpBody:
         self._profiles.check_caller(context)
         facts = call_facts(context, "profile")
-        _, order = await self._bodies.parse(ProfileBody, _or_empty(request), profile_order)
+        _, order = await self._bodies.parse(ProfileBody, or_empty(request), profile_order)
         answer = await self._profiles.start(order, context)
         await begin_answer(context, facts.request_id)
         return json_body(answer)
@@ -191,7 +191,7 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
     async def StopProfile(self, request: HttpBody, context: Context) -> HttpBody:
         self._profiles.check_caller(context)
         facts = call_facts(context, "profile")
-        await self._bodies.parse(StopProfileBody, _or_empty(request), lambda body: None)
+        await self._bodies.parse(StopProfileBody, or_empty(request), lambda body: None)
         answer = await self._profiles.stop()
         await begin_answer(context, facts.request_id)
         return json_body(answer)
@@ -212,8 +212,3 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         self._profiles.check_caller(context)
         found = await self._weights.experts(action, bearer(context.invocation_metadata()))
         return json_body({"workers": {name: asdict(state) for name, state in found.items()}})
-
-
-def _or_empty(request: HttpBody) -> HttpBody:
-    """Clients of both servers may send no body."""
-    return request if request.data else HttpBody(content_type=JSON, data=b"{}")

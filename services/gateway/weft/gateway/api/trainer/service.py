@@ -21,7 +21,7 @@ from weft.contract.weights import (
     WeightStatus,
 )
 from weft.gateway.admission.authenticate import bearer
-from weft.gateway.api.answer import EVENTS, JSON, field_names, json_body
+from weft.gateway.api.answer import EVENTS, JSON, field_names, json_body, or_empty
 from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.openai.bodies import Body
 from weft.gateway.api.openai.chunks import DONE, large_to_json, to_json, usage_json
@@ -126,9 +126,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         self, request: dialects_pb2.PauseWorkersRequest, context: Context
     ) -> HttpBody:
         token = self._token(context)
-        mode = _MODES.get(request.mode or "abort")
-        if mode is None:
-            raise invalid("mode", f"must be one of {', '.join(_MODES)}")
+        mode = _mode(request.mode)
         found = await self._weights.pause(mode, token)
         if request.clear_cache:
             await self._weights.flush(token)
@@ -144,7 +142,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     async def PauseGeneration(self, request: HttpBody, context: Context) -> HttpBody:
         token = self._token(context)
         facts = call_facts(context, "pause")
-        body, _ = await self._bodies.parse(PauseGenerationBody, _or_empty(request), _same)
+        body, _ = await self._bodies.parse(PauseGenerationBody, or_empty(request), _same)
         found = await self._weights.pause(_SGLANG_MODES[body.mode or "abort"], token)
         await begin_answer(context, facts.request_id)
         return _answer("paused", found)
@@ -152,7 +150,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     async def ContinueGeneration(self, request: HttpBody, context: Context) -> HttpBody:
         token = self._token(context)
         facts = call_facts(context, "continue")
-        await self._bodies.parse(ContinueGenerationBody, _or_empty(request), _same)
+        await self._bodies.parse(ContinueGenerationBody, or_empty(request), _same)
         found = await self._weights.resume(token)
         await begin_answer(context, facts.request_id)
         return _answer("resumed", found)
@@ -333,9 +331,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         self, request: dialects_pb2.SleepWorkersRequest, context: Context
     ) -> HttpBody:
         token = self._token(context)
-        mode = _MODES.get(request.mode or "abort")
-        if mode is None:
-            raise invalid("mode", f"must be one of {', '.join(_MODES)}")
+        mode = _mode(request.mode)
         level = request.level if request.HasField("level") else 1
         if level not in (1, 2):
             raise invalid("level", "must be 1 or 2; for 0 use /pause")
@@ -368,7 +364,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     ) -> HttpBody:
         token = self._token(context)
         facts = call_facts(context, "memory")
-        body, _ = await self._bodies.parse(MemoryBody, _or_empty(request), _same)
+        body, _ = await self._bodies.parse(MemoryBody, or_empty(request), _same)
         tags = [tag for tag in body.tags or SLEEP_TAGS if tag != "cuda_graph"]
         if tags:
             found = await do(tags, token)
@@ -487,7 +483,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         """Raises as `_token` before the body is read."""
         self._token(context)
         facts = call_facts(context, "weights")
-        body, _ = await self._bodies.parse(kind, _or_empty(request), _same)
+        body, _ = await self._bodies.parse(kind, or_empty(request), _same)
         await begin_answer(context, facts.request_id)
         return body
 
@@ -511,6 +507,13 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
                 "trainers' calls are off: start the gateway with --rl and --console operate",
                 stage="authorize",
             )
+
+
+def _mode(given: str) -> PauseMode:
+    mode = _MODES.get(given or "abort")
+    if mode is None:
+        raise invalid("mode", f"must be one of {', '.join(_MODES)}")
+    return mode
 
 
 def _tags(given: Sequence[str]) -> list[str]:
@@ -564,10 +567,6 @@ def _handle(given: LentHandle) -> TensorHandle:
 
 
 def _same(body: object) -> None: ...
-
-
-def _or_empty(request: HttpBody) -> HttpBody:
-    return request if request.data else HttpBody(content_type=JSON, data=b"{}")
 
 
 def _answer(message: str, found: Mapping[str, WeightStatus]) -> HttpBody:

@@ -30,7 +30,7 @@ _MAX_HEAD = 512
 """Longest beginning that `_HEAD` may match. Names of functions are short, and each piece of text is
 matched from the beginning.
 """
-_BLANKS = " \t\r\n"
+BLANKS = " \t\r\n"
 
 
 class ObjectEnd:
@@ -236,7 +236,7 @@ class CallReader:
     def _find_end(self, text: str) -> None:
         """The object's bracket may be missing after its arguments."""
         if self._tail is not None:
-            text = (self._tail + text).lstrip(_BLANKS)
+            text = (self._tail + text).lstrip(BLANKS)
             self._tail = text
             if not text:
                 return

@@ -24,7 +24,7 @@ references.
 """
 _IN_ANSWER = re.compile(r"#/format/elements/0(?:/json_schema|/pattern|/grammar)?(?=[/:])")
 """Places within an answer that is not calls."""
-_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value maps names, which may be any, to schemas."""
@@ -131,7 +131,7 @@ def _json(schema: Mapping[str, Any], *, is_free: bool) -> Mapping[str, Any]:
     """Arguments are any objects where their schemas cannot be enforced."""
     names = [*schema["$defs"]]
     if is_free:
-        schema = {**schema, "$defs": dict.fromkeys(names, _ANY_OBJECT)}
+        schema = {**schema, "$defs": dict.fromkeys(names, ANY_OBJECT)}
     return {"type": "json_schema", "json_schema": schema, "lenient_defs": names}
 
 
@@ -235,10 +235,10 @@ def _arguments(function: Mapping[str, Any], place: str) -> Any:
     parameters = function.get("parameters")
     if parameters is None:
         return _NO_ARGUMENTS
-    schema = _moved(parameters or _ANY_OBJECT, place)
+    schema = _moved(parameters or ANY_OBJECT, place)
     if "type" in schema or any(name in schema for name in _OF_TYPES):
         return schema
-    return {**_ANY_OBJECT, **schema}
+    return {**ANY_OBJECT, **schema}
 
 
 def _constraint(schema: Mapping[str, Any]) -> Constraint:

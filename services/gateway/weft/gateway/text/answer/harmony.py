@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from weft.gateway.text.answer.call_reader import ObjectEnd
+from weft.gateway.text.answer.call_reader import BLANKS, ObjectEnd
 from weft.gateway.text.answer.parser import AnswerParser, AnswerPart, CallPart, new_id
 
 _MESSAGE = "<|message|>"
@@ -20,7 +20,6 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _MARKS = (*_OPENERS, *_ENDS)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _LONGEST = max(map(len, _MARKS))
-_BLANKS = " \t\r\n"
 _MAX_HEADER = 512
 _HEADER = re.compile(
     r"(?:<\|start\|>\s*+[\w.:-]{0,64})?(?:\s*+to=(?P<to>[^\s<]++))?\s*+"
@@ -92,7 +91,7 @@ class HarmonyParser:
     # Both states return whether the other one continues with the text.
 
     def _header(self, part: AnswerPart, is_last: bool) -> bool:
-        text = self._held.lstrip(_BLANKS)
+        text = self._held.lstrip(BLANKS)
         begins = text.startswith((*_OPENERS, _BARE_RECIPIENT))
         if not begins:
             marks = (*_OPENERS, _BARE_RECIPIENT, *_ENDS)
@@ -167,7 +166,7 @@ class HarmonyParser:
             self._show_behind(part, text)
             return
         if not self._is_announced:
-            text = text.lstrip(_BLANKS)
+            text = text.lstrip(BLANKS)
         text, behind = self._end.push(text)
         if behind is not None:
             self._is_complete = True
@@ -183,7 +182,7 @@ class HarmonyParser:
 
     def _show_behind(self, part: AnswerPart, text: str) -> None:
         """Text after the object of a call is content, not a part of its arguments."""
-        shown = text if self._has_more else text.lstrip(_BLANKS)
+        shown = text if self._has_more else text.lstrip(BLANKS)
         self._has_more = self._has_more or bool(shown)
         part.content += shown
 

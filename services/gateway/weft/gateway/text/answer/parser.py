@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from weft.gateway.text.answer.call_reader import BLANKS
 from weft.gateway.text.answer.formats import ReasoningFormat, ToolFormat
 from weft.gateway.text.answer.syntaxes import Reader, Tools, names_of
 from weft.gateway.text.answer.tagged_call import TagReader, WholeReader
 
-_BLANKS = " \t\r\n"
 _MAX_BLANKS = 256
 """Most blanks that are held back."""
 _State = Callable[["AnswerPart", bool], bool]
@@ -150,7 +150,7 @@ class TextParser:
         goes_on = True
         while goes_on:
             if self._skips_blanks:
-                self._held = self._held.lstrip(_BLANKS)
+                self._held = self._held.lstrip(BLANKS)
                 if not self._held:
                     break
                 self._skips_blanks = False
@@ -183,7 +183,7 @@ class TextParser:
         closer = self._reasons.closer
         before, tag, behind = self._held.partition(closer)
         if tag:
-            part.reasoning += before.rstrip(_BLANKS)
+            part.reasoning += before.rstrip(BLANKS)
             self._state, self._held, self._skips_blanks = self._first, behind, True
             return True
         shown = _before_tag(before, (closer,), is_last)
@@ -205,7 +205,7 @@ class TextParser:
                 part.content += self._held[:at]
                 self._held = self._held[at + len(tag) :]
                 return True
-            shown = self._held[:at] if tools.keeps_blanks else self._held[:at].rstrip(_BLANKS)
+            shown = self._held[:at] if tools.keeps_blanks else self._held[:at].rstrip(BLANKS)
             part.content += shown
             self._is_bare = tag in tools.bare_openers
             if self._is_bare:
@@ -223,7 +223,7 @@ class TextParser:
     def _first_call(self, part: AnswerPart, is_last: bool) -> bool:
         """Handles a text that has calls only if it begins with one."""
         assert self._tools is not None
-        tools, text = self._tools, self._held.lstrip(_BLANKS)
+        tools, text = self._tools, self._held.lstrip(BLANKS)
         tags = tools.openers or tools.beginnings
         if not text.startswith(tags):
             is_open = not text or any(_is_beginning(text, tag) for tag in tags)
@@ -238,7 +238,7 @@ class TextParser:
 
     def _before_call(self, part: AnswerPart, is_last: bool) -> bool:
         assert self._tools is not None
-        tools, text = self._tools, self._held.lstrip(_BLANKS)
+        tools, text = self._tools, self._held.lstrip(BLANKS)
         joints = tools.separators
         if self._is_behind:
             joints = (*joints, *tools.openers)
@@ -250,7 +250,7 @@ class TextParser:
             if mark in joints and self._is_behind:
                 self._is_behind, self._opening, taken = False, "", ""
                 joints = tools.separators
-            bare = text[len(mark) :].lstrip(_BLANKS)
+            bare = text[len(mark) :].lstrip(BLANKS)
             taken, text = taken + text[: len(text) - len(bare)], bare
         self._held = text
         if not self._is_behind:
@@ -269,7 +269,7 @@ class TextParser:
                 return True
         marks = (*joints, *((*tools.tails, tools.closer) if self._is_behind else ()))
         if self._is_behind and tools.keeps_blanks:
-            self._held = taken[len(taken.rstrip(_BLANKS)) :] + text
+            self._held = taken[len(taken.rstrip(BLANKS)) :] + text
         is_long = len(self._held) - len(text) > _MAX_BLANKS
         if not is_last and not is_long and self._may_go_on(text, marks):
             return False
@@ -380,5 +380,5 @@ def _before_tag(
         if any(_is_beginning(end, tag) for tag in tags):
             text = text[:-size]
             break
-    bare = text if keeps_blanks else text.rstrip(_BLANKS)
+    bare = text if keeps_blanks else text.rstrip(BLANKS)
     return bare if len(text) - len(bare) <= _MAX_BLANKS else text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weft.gateway.text.answer.call_reader import encodable, loads
+from weft.gateway.text.answer.call_reader import BLANKS, encodable, loads
 from weft.gateway.text.answer.syntaxes import NAME_BEGIN, Begun, Tools
 
 _MAX_DEPTH = 6
@@ -19,7 +19,6 @@ _MAX_TAG = 1024
 """No name and no tag of a parameter has so many characters."""
 _MAX_NULL = 64
 """A longer value is no null."""
-_BLANKS = " \t\r\n"
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class TagReader:
         return True
 
     def _body(self, given: list[str]) -> bool:
-        self._held = self._held.lstrip(_BLANKS)
+        self._held = self._held.lstrip(BLANKS)
         self._state = self._object if self._held.startswith("{") else self._between
         if not self._held:
             self._state = self._body
