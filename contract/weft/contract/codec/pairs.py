@@ -56,7 +56,6 @@ positions in 63 layers next to one other layer, in pages of 16 tokens, takes abo
 """
 _PLANES = ["target"]
 
-DECLINE_REASONS = enum_names(kv_pb2.DeclineReason.DESCRIPTOR)
 FAULT_KINDS = enum_names(admin_pb2.FaultKind.DESCRIPTOR)
 FILL_SOURCES = enum_names(common_pb2.FillSource.DESCRIPTOR)
 FINISH_REASONS = enum_names(common_pb2.FinishReason.DESCRIPTOR)

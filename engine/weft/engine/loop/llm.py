@@ -6,18 +6,18 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from weft.checkpoint.adapters.digest import adapter_digest
-from weft.contract.adapters import AdapterOrder
+from weft.contract.adapters import AdapterOrder, AdapterReply
 from weft.contract.arrays import Float32Array
-from weft.contract.experts import ExpertAction, ExpertCommand, ExpertState
-from weft.contract.messages import Inbox
+from weft.contract.experts import ExpertAction, ExpertCommand, ExpertReply, ExpertState
+from weft.contract.messages import Inbox, Outbox
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.contract.spans import Media, MediaSpan
 from weft.contract.submits import Cancel, GatewayBatch, Submit, VersionSpan
@@ -39,6 +39,7 @@ from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 
+_Reply = TypeVar("_Reply", AdapterReply, ExpertReply, WeightReply)
 NO_TIMEOUT_S = 1e9
 _SESSION = 0
 _IDLE_S = 0.05
@@ -120,16 +121,7 @@ class LLM:
         self._order(AdapterOrder(query=next(self._ids), action="unload", digest=digest))
 
     def _order(self, order: AdapterOrder) -> None:
-        inbox: Inbox | None = Inbox(adapter_orders=[order])
-        while True:
-            self._woken.clear()
-            replies = self.engine.turn(inbox).adapter_replies
-            inbox = None
-            for reply in replies:
-                if reply.failure is not None:
-                    raise reply.failure.to_error()
-                return
-            self._wait()
+        self._ask(Inbox(adapter_orders=[order]), lambda outbox: outbox.adapter_replies)
 
     def refit(self, folder: Path | str, version: str = "") -> WeightStatus:
         """Changes the model's weights to those in a folder of safetensors. Raises WeftError if
@@ -177,17 +169,10 @@ class LLM:
     def command_experts(self, action: ExpertAction) -> ExpertState:
         """Counts experts, tells what was counted, or gives experts other ranks by it."""
         command = ExpertCommand(query=next(self._ids), action=action)
-        inbox: Inbox | None = Inbox(expert_commands=[command])
-        while True:
-            self._woken.clear()
-            replies = self.engine.turn(inbox).expert_replies
-            inbox = None
-            for reply in replies:
-                if reply.failure is not None:
-                    raise reply.failure.to_error()
-                assert reply.state is not None
-                return reply.state
-            self._wait()
+        inbox = Inbox(expert_commands=[command])
+        reply = self._ask(inbox, lambda outbox: outbox.expert_replies)
+        assert reply.state is not None
+        return reply.state
 
     @property
     def weights(self) -> WeightStatus:
@@ -198,12 +183,16 @@ class LLM:
 
     def _reply(self, action: WeightAction, **options: Any) -> WeightReply:
         command = WeightCommand(query=next(self._ids), action=action, **options)
-        inbox: Inbox | None = Inbox(weight_commands=[command])
+        return self._ask(Inbox(weight_commands=[command]), lambda outbox: outbox.weight_replies)
+
+    def _ask(self, order: Inbox, replies: Callable[[Outbox], Sequence[_Reply]]) -> _Reply:
+        inbox: Inbox | None = order
         while True:
             self._woken.clear()
-            replies = self.engine.turn(inbox).weight_replies
+            found = replies(self.engine.turn(inbox))
             inbox = None
-            for reply in replies:
+            if found:
+                reply = found[0]
                 if reply.failure is not None:
                     raise reply.failure.to_error()
                 return reply

@@ -13,9 +13,6 @@ from triton import knobs
 from triton.runtime.cache import FileCacheManager, triton_key
 from weft.contract.start_work import COMPILING, START_WORK
 
-MANAGER = "TRITON_CACHE_MANAGER"
-"""The environment variable by which Triton finds its cache's class."""
-
 
 class UsedKernels(FileCacheManager):  # type: ignore[misc]
     """Triton's own cache. The time of a folder is that of its entry's last use."""

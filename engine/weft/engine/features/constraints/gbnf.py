@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left
 from typing import NamedTuple
 
-from weft.engine.features.constraints.patterns import spell
+from weft.engine.features.constraints.patterns import ANYTHING, NOTHING, spell
 
 MAX_DEPTH = 100
 """Most nested groups, and longest chain of rules that name one another."""
@@ -29,7 +29,6 @@ _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
 _ESCAPES |= {"^": "^", "/": "/", "'": "'"}
 _LAST = 0x10FFFF
-_NOTHING = r"[^\x{0}-\x{10ffff}]"
 
 
 class _Text(NamedTuple):
@@ -243,16 +242,16 @@ class _Reader:
 
     def rules(self) -> dict[str, _Node]:
         found: dict[str, _Node] = {}
-        self._skip(_SPACE_AND_LINES)
+        self._take(_SPACE_AND_LINES)
         while self._at < len(self._text):
             name = self._name()
             if self._take(_DEFINED) is None:
                 raise self._error("`::=` is expected")
             if name in found:
                 raise self._error(f"`{name}` is defined twice")
-            self._skip(_SPACE_AND_LINES)
+            self._take(_SPACE_AND_LINES)
             found[name] = self._alternatives(0)
-            self._skip(_SPACE_AND_LINES)
+            self._take(_SPACE_AND_LINES)
         for name, at in self._used.items():
             if name not in found:
                 self._at = at
@@ -264,11 +263,11 @@ class _Reader:
             raise self._error("is nested too deeply")
         choices: list[list[_Node]] = [[]]
         while self._at < len(self._text):
-            self._skip(_SPACE_AND_LINES if depth else _SPACE)
+            self._take(_SPACE_AND_LINES if depth else _SPACE)
             character = self._text[self._at : self._at + 1]
             if character == "|":
                 self._at += 1
-                self._skip(_SPACE_AND_LINES)
+                self._take(_SPACE_AND_LINES)
                 choices.append([])
             elif character in ("", "\n", "\r") or (character == ")" and depth):
                 # A line that begins with `|` continues the rule.
@@ -285,7 +284,7 @@ class _Reader:
         if character == "(":
             self._at += 1
             found = self._alternatives(depth + 1)
-            self._skip(_SPACE_AND_LINES)
+            self._take(_SPACE_AND_LINES)
             if self._text[self._at : self._at + 1] != ")":
                 raise self._error("`)` is expected")
             self._at += 1
@@ -296,14 +295,14 @@ class _Reader:
             return self._class()
         if character == ".":
             self._at += 1
-            return _Text(r"[\x{0}-\x{10ffff}]", ((0, _LAST),))
+            return _Text(ANYTHING, ((0, _LAST),))
         at = self._at
         name = self._name()
         self._used.setdefault(name, at)
         return _Reference(name)
 
     def _repeated(self, part: _Node) -> _Node:
-        self._skip(_SPACE)
+        self._take(_SPACE)
         found = self._take(_TIMES)
         if found is None:
             return part
@@ -338,7 +337,7 @@ class _Reader:
             members = _others(members)
         spelled = "".join(f"{spell(low)}-{spell(high)}" for low, high in members)
         # A class without members matches nothing, and so is not empty either.
-        return _Text(f"[{spelled}]" if members else _NOTHING, tuple(members) or ((0, 0),))
+        return _Text(f"[{spelled}]" if members else NOTHING, tuple(members) or ((0, 0),))
 
     def _character(self, end: str) -> int | None:
         """The next character's code; None at the end."""
@@ -375,9 +374,6 @@ class _Reader:
         if found is not None:
             self._at = found.end()
         return found
-
-    def _skip(self, what: re.Pattern[str]) -> None:
-        self._take(what)
 
     def _error(self, message: str) -> ValueError:
         before = self._text[: self._at]

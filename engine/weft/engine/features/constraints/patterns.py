@@ -29,8 +29,8 @@ dialects.
 """
 _CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
-_ANYTHING = r"[\x{0}-\x{10ffff}]"
-_NOTHING = r"[^\x{0}-\x{10ffff}]"
+ANYTHING = r"[\x{0}-\x{10ffff}]"
+NOTHING = r"[^\x{0}-\x{10ffff}]"
 _GROUP = re.compile(r"\((?:\?(?::|P?<[A-Za-z_]\w*>))?(?!\?)")
 _IGNORING_CASE = re.compile(r"\(\?i\)")
 _REPEATED = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
@@ -256,9 +256,9 @@ class _Converter:
             members.append(f"{spell(first)}-{spell(last)}")
         self._at += 1
         if any(sets[one] in members and sets[one.upper()] in members for one in "dws"):
-            return _NOTHING if is_negated else _ANYTHING
+            return NOTHING if is_negated else ANYTHING
         if not members:
-            return _ANYTHING if is_negated else _NOTHING
+            return ANYTHING if is_negated else NOTHING
         return f"[{'^' if is_negated else ''}{''.join(members)}]"
 
     def _member(self, sets: Mapping[str, str]) -> str | int:

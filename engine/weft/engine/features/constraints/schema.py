@@ -130,6 +130,16 @@ def _finite(written: str) -> float:
     return value if math.isfinite(value) else _no_number(written)
 
 
+def _part_of(schema: Json, part: str) -> Json:
+    """What one part of a JSON pointer names. Raises LookupError if there is nothing."""
+    key = part.replace("~1", "/").replace("~0", "~")
+    if isinstance(schema, list) and key.isdigit():
+        return schema[int(key)]
+    if isinstance(schema, dict):
+        return schema[key]
+    raise LookupError(key)
+
+
 class _Rewriter:
     def __init__(self, root: Json, *, is_closed: bool, excludes_steps: bool) -> None:
         self._root = root
@@ -310,13 +320,10 @@ class _Rewriter:
             self._require(len(anchored) == 1, at, f"{reference!r} names nothing in the schema")
             return anchored[0]
         for part in fragment.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
-                found = found[int(key)]
-            elif isinstance(found, dict) and key in found:
-                found = found[key]
-            else:
-                raise ValueError(_at(at, f"{reference!r} names nothing in the schema"))
+            try:
+                found = _part_of(found, part)
+            except LookupError:
+                raise ValueError(_at(at, f"{reference!r} names nothing in the schema")) from None
         return f"#{fragment}", found
 
     def behind_references(self, schema: Json, at: str = "#") -> Json:
@@ -571,12 +578,9 @@ class _Rewriter:
         """Marks numbers by the place in the client's schema; `at` may go on in a negation of it."""
         found, place = self._root, "#"
         for part in at.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
-                found = found[int(key)]
-            elif isinstance(found, dict) and key in found:
-                found = found[key]
-            else:
+            try:
+                found = _part_of(found, part)
+            except LookupError:
                 break
             place = f"{place}/{part}"
         return without_multiples(number, steps, place)

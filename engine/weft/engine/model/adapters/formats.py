@@ -27,7 +27,7 @@ from weft.contract.give_way import give_way
 from weft.engine.model.adapters.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.model.adapters.words import words_of
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_adapter(
@@ -276,5 +276,5 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 def _as_tensor(data: bytearray, entry: TensorEntry) -> torch.Tensor:
     if not data:
-        return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-    return torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).reshape(entry.shape)

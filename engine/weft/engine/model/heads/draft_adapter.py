@@ -16,6 +16,7 @@ from weft.checkpoint.adapters.files import AdapterFiles, TensorEntry, open_adapt
 from weft.checkpoint.adapters.peft_config import PeftConfig
 from weft.contract.errors import AdapterError
 from weft.engine.model.adapters.adapter import LoraPair
+from weft.engine.model.adapters.formats import DTYPES
 
 MODULES = (
     "self_attn.q_proj",
@@ -26,7 +27,6 @@ MODULES = (
 )
 """Modules of the head's layer that may be adapted."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_draft_adapter(
@@ -103,10 +103,10 @@ def _check_finite(folder: Path, module: str, values: torch.Tensor) -> None:
 
 
 def _tensor(files: AdapterFiles, name: str, entry: TensorEntry) -> torch.Tensor:
-    dtype = _DTYPES.get(entry.dtype)
+    dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise AdapterError(
             f"draft adapter {files.directory}: {name} is {entry.dtype}; only "
-            f"{', '.join(_DTYPES)} are supported"
+            f"{', '.join(DTYPES)} are supported"
         )
     return torch.frombuffer(files.read(entry), dtype=dtype).view(entry.shape).float()

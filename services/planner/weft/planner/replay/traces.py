@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 from weft.contract.errors import ConfigError
 
-DAY_S = 86_400.0
 DayName = Literal["diurnal", "bursts", "shift", "steady"]
 DAYS: tuple[DayName, ...] = ("diurnal", "bursts", "shift", "steady")
 _MOONCAKE_BLOCK_TOKENS = 512
