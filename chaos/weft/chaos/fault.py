@@ -16,7 +16,6 @@ from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
 from weft.cli.tables import print_table
 from weft.contract.codec.pairs import FAULT, FAULT_KINDS
-from weft.contract.errors import WeftError
 from weft.contract.faults import BOARD, KINDS, FaultSpec
 from weft.v1 import admin_pb2, admin_pb2_grpc
 
@@ -28,22 +27,18 @@ def main(argv: Sequence[str]) -> int:
     if arguments.action == "points":
         _show_points(Console())
         return 0
-    try:
-        if arguments.action == "proxy":
-            return fault_proxy.run(arguments)
-        operators = find_operators(arguments, arguments.service)
-        if arguments.action == "add":
-            spec = _spec(arguments)
-            BOARD.check(spec)
-            request = admin_pb2.InjectFaultRequest(fault=FAULT.encode(spec))
-            return asyncio.run(_tell("InjectFault", request, operators))
-        if arguments.action == "clear":
-            clear = admin_pb2.ClearFaultsRequest(point=arguments.point)
-            return asyncio.run(_tell("ClearFaults", clear, operators))
-        return asyncio.run(_list(operators, Console()))
-    except WeftError as error:
-        sys.stderr.write(f"weft fault: {error}\n")
-        return 1
+    if arguments.action == "proxy":
+        return fault_proxy.run(arguments)
+    operators = find_operators(arguments, arguments.service)
+    if arguments.action == "add":
+        spec = _spec(arguments)
+        BOARD.check(spec)
+        request = admin_pb2.InjectFaultRequest(fault=FAULT.encode(spec))
+        return asyncio.run(_tell("InjectFault", request, operators))
+    if arguments.action == "clear":
+        clear = admin_pb2.ClearFaultsRequest(point=arguments.point)
+        return asyncio.run(_tell("ClearFaults", clear, operators))
+    return asyncio.run(_list(operators, Console()))
 
 
 async def call_operators(method: str, request: Any, address: str, operators: Operators) -> Any:

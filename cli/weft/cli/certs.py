@@ -28,7 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from weft.cli.numbers import MAX_DAYS, whole_number
 from weft.common.rpc.authorize import SERVICES
 from weft.common.rpc.tls import TlsFiles, service_name
-from weft.contract.errors import ConfigError, WeftError
+from weft.contract.errors import ConfigError
 
 FRONT = ("gateway", "rest", "planner", "valkey")
 """Services that clients reach by the names of their hosts."""
@@ -144,9 +144,6 @@ def main(argv: Sequence[str]) -> int:
         for service in arguments.service or SERVICES:
             hosts = ("localhost", "127.0.0.1", "::1", *arguments.host)
             issue(authority, folder, service, hosts if service in FRONT else (), lifetime)
-    except WeftError as error:
-        sys.stderr.write(f"weft certs: {error}\n")
-        return 1
     except (OSError, ValueError) as error:
         sys.stderr.write(f"weft certs: {folder}: {error}\n")
         return 1

@@ -90,8 +90,8 @@ def call_gateway(
     arguments: argparse.Namespace,
     call: Callable[[str, Identity | None, Metadata], int],
 ) -> int:
-    """Runs a command that calls the gateway, and explains failures on standard error. Returns the
-    exit status.
+    """Runs a command that calls the gateway, and explains failed calls on standard error. Returns
+    the exit status.
 
     `arguments` has the flags of `add_gateway_flags`. `call` takes the gateway's address, the
     command's identity and the calls' metadata, and returns the exit status.
@@ -100,11 +100,9 @@ def call_gateway(
     try:
         address, metadata = find_gateway(arguments)
         return call(address, cli_identity(arguments.tls_dir), metadata)
-    except ConfigError as error:
-        sys.stderr.write(f"{program}: {error}\n")
     except grpc.RpcError as error:
         sys.stderr.write(f"{program}: {explain(error, address)}\n")
-    return 1
+        return 1
 
 
 def add_tls_flag(parser: argparse.ArgumentParser) -> None:

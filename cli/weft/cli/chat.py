@@ -132,20 +132,13 @@ def first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     console = Console()
-    try:
-        identity = cli_identity(arguments.tls_dir)
-    except ConfigError as error:
-        sys.stderr.write(f"weft chat: {error}\n")
-        return 1
+    identity = cli_identity(arguments.tls_dir)
     with open_blocking_channel(arguments.address, "gateway", identity) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         try:
             model = arguments.model or first_model(stub)
         except grpc.RpcError as error:
             sys.stderr.write(f"weft chat: {explain(error, arguments.address)}\n")
-            return 1
-        except ConfigError as error:
-            sys.stderr.write(f"weft chat: {error}\n")
             return 1
         console.print(f"{model} at {arguments.address}; /reset, /quit", style="dim")
         conversation = Conversation(stub, _request(arguments, model), console)

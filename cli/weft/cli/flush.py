@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import grpc
 from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
-from weft.contract.errors import WeftError
 from weft.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 10.0
@@ -18,11 +17,7 @@ _TIMEOUT_S = 10.0
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        return asyncio.run(_flush_all(find_operators(arguments, arguments.service)))
-    except WeftError as error:
-        sys.stderr.write(f"weft flush: {error}\n")
-        return 1
+    return asyncio.run(_flush_all(find_operators(arguments, arguments.service)))
 
 
 async def _flush_all(operators: Operators) -> int:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from weft.cli.numbers import MAX_DAYS, whole_number
 from weft.cli.tables import print_table
-from weft.contract.errors import ConfigError, WeftError
+from weft.contract.errors import ConfigError
 from weft.gateway.admission.keys import KeyEntry, locked_keys, new_key, read_keys, write_keys
 
 DEFAULT_FILE = "api-keys.json"
@@ -26,31 +26,27 @@ DEFAULT_FILE = "api-keys.json"
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     path: Path = arguments.file
-    try:
-        if arguments.action == "add":
-            lifetime = None if arguments.days is None else datetime.timedelta(days=arguments.days)
-            key, entry = new_key(
-                arguments.tenant,
-                arguments.cache_group,
-                lifetime,
-                manages_adapters=arguments.adapters,
-            )
-            with locked_keys(path):
-                write_keys(path, [*_entries(path), entry])
-            sys.stderr.write(f"{path}: added {entry.id} for {entry.tenant}; its only showing:\n")
-            sys.stdout.write(f"{key}\n")
-        elif arguments.action == "revoke":
-            with locked_keys(path):
-                write_keys(path, _without(_entries(path), arguments.key))
-            sys.stdout.write(f"{path}: revoked {arguments.key}\n")
-        elif arguments.hashes:
-            for entry in read_keys(path):
-                sys.stdout.write(f"{entry.tenant}:{entry.id}:{entry.sha256}\n")
-        else:
-            _show(read_keys(path))
-    except WeftError as error:
-        sys.stderr.write(f"weft keys: {error}\n")
-        return 1
+    if arguments.action == "add":
+        lifetime = None if arguments.days is None else datetime.timedelta(days=arguments.days)
+        key, entry = new_key(
+            arguments.tenant,
+            arguments.cache_group,
+            lifetime,
+            manages_adapters=arguments.adapters,
+        )
+        with locked_keys(path):
+            write_keys(path, [*_entries(path), entry])
+        sys.stderr.write(f"{path}: added {entry.id} for {entry.tenant}; its only showing:\n")
+        sys.stdout.write(f"{key}\n")
+    elif arguments.action == "revoke":
+        with locked_keys(path):
+            write_keys(path, _without(_entries(path), arguments.key))
+        sys.stdout.write(f"{path}: revoked {arguments.key}\n")
+    elif arguments.hashes:
+        for entry in read_keys(path):
+            sys.stdout.write(f"{entry.tenant}:{entry.id}:{entry.sha256}\n")
+    else:
+        _show(read_keys(path))
     return 0
 
 

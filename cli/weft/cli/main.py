@@ -10,13 +10,13 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 from weft.cli.output import CANNOT_WRITE, finish_output, open_closed_output
-from weft.contract.errors import ConfigError
+from weft.contract.errors import WeftError
 from weft.contract.startup import no_collections
 
 
 class Command(NamedTuple):
     module: str
-    """Module with `main(argv) -> int`, whose result is the exit status."""
+    """Module with `main(argv) -> int`, whose result is the exit status. It may raise WeftError."""
     summary: str
 
 
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run(arguments[1:])
         sys.stdout.flush()
         return status
-    except ConfigError as error:
+    except WeftError as error:
+        finish_output()
         sys.stderr.write(f"weft {name}: {error}\n")
         return 1
     except OSError as error:

@@ -21,25 +21,21 @@ from weft.checkpoint.quantization import AT_LOAD, Quantization, resolve_quantiza
 from weft.checkpoint.resolve import resolve_model
 from weft.checkpoint.transformers_config import TransformersConfig, check_trust
 from weft.cli.tables import print_table
-from weft.contract.errors import ModelError, WeftError
+from weft.contract.errors import ModelError
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     out, err = Console(), Console(stderr=True)
-    try:
-        if arguments.action == "list":
-            return _list(out)
-        if arguments.action == "convert":
-            return _convert(out, err, arguments.force)
-        if arguments.action == "pull":
-            return _pull(out, arguments.model)
-        if arguments.action == "rm":
-            return _remove(out, arguments.model)
-        return _verify(out, err, arguments)
-    except WeftError as error:
-        err.print(f"weft model: {error.message}", markup=False, highlight=False, soft_wrap=True)
-        return 1
+    if arguments.action == "list":
+        return _list(out)
+    if arguments.action == "convert":
+        return _convert(out, err, arguments.force)
+    if arguments.action == "pull":
+        return _pull(out, arguments.model)
+    if arguments.action == "rm":
+        return _remove(out, arguments.model)
+    return _verify(out, err, arguments)
 
 
 @contextmanager

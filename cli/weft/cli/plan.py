@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.cli.numbers import number, whole_number
-from weft.contract.errors import ConfigError
 from weft.planner.forecast import Speed, Targets
 from weft.planner.policy import Rules
 from weft.planner.replay.replay import Outcome, oracle, replay
@@ -20,11 +19,7 @@ _SHOWN_CHANGES = 40
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        day = _day(arguments)
-    except ConfigError as error:
-        sys.stderr.write(f"weft plan: {error}\n")
-        return 1
+    day = _day(arguments)
     speed = Speed(
         prefill_tokens_per_s=arguments.prefill_rate,
         step_base_s=arguments.step_ms / 1000,

@@ -16,7 +16,6 @@ from weft.cli.channel import explain_service
 from weft.cli.numbers import number, whole_number
 from weft.cli.operators import Operators, add_flags, find_gateway_port, find_operators
 from weft.contract.codec.walk import duration
-from weft.contract.errors import WeftError
 from weft.contract.profiles import (
     DEFAULT_LIMIT_S,
     DEFAULT_STEPS,
@@ -34,12 +33,8 @@ VIEWER = "https://ui.perfetto.dev"
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        operators = find_operators(arguments, ())
-        return asyncio.run(_profile(arguments, operators, find_gateway_port(operators, arguments)))
-    except WeftError as error:
-        sys.stderr.write(f"weft profile: {error}\n")
-        return 1
+    operators = find_operators(arguments, ())
+    return asyncio.run(_profile(arguments, operators, find_gateway_port(operators, arguments)))
 
 
 async def _profile(arguments: argparse.Namespace, operators: Operators, address: str) -> int:

@@ -13,20 +13,16 @@ from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators, gateway_port
 from weft.cli.up.settings import default_state_folder
 from weft.cli.up.state import StateFolder
-from weft.contract.errors import ConfigError, WeftError
+from weft.contract.errors import ConfigError
 from weft.contract.weights import MAX_LIMIT_S
 from weft.v1 import admin_pb2_grpc, weights_pb2
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        operators = find_operators(arguments, arguments.workers)
-        source = _address_of(arguments)
-        return asyncio.run(_refit(arguments, operators, source))
-    except WeftError as error:
-        sys.stderr.write(f"weft refit: {error}\n")
-        return 1
+    operators = find_operators(arguments, arguments.workers)
+    source = _address_of(arguments)
+    return asyncio.run(_refit(arguments, operators, source))
 
 
 async def _refit(arguments: argparse.Namespace, operators: Operators, source: str) -> int:

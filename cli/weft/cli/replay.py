@@ -33,7 +33,6 @@ from weft.cli.channel import (
 from weft.cli.numbers import MAX_SECONDS, number, whole_number
 from weft.common.telemetry.request_log import LoggedPrompt, read_log
 from weft.contract.codec.pairs import FINISH_REASONS
-from weft.contract.errors import ConfigError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 Verdict = Literal["same", "different", "failed", "skipped"]
@@ -65,9 +64,6 @@ def main(argv: Sequence[str]) -> int:
         results = asyncio.run(run())
     except OSError as error:
         sys.stderr.write(f"weft replay: {arguments.file}: {error.strerror}\n")
-        return 1
-    except ConfigError as error:
-        sys.stderr.write(f"weft replay: {error}\n")
         return 1
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(result) for result in results], indent=2) + "\n")

@@ -14,7 +14,6 @@ from weft.cli.numbers import number
 from weft.cli.operators import Operators, add_flags, find_gateway_port, find_operators
 from weft.contract.codec.pairs import MEMBER_ROLES
 from weft.contract.codec.walk import duration
-from weft.contract.errors import WeftError
 from weft.v1 import mesh_pb2, mesh_pb2_grpc
 
 _ORDER_TIMEOUT_S = 15.0
@@ -25,13 +24,9 @@ _MAX_LEASE_S, _MAX_PROOF_S = 86400.0, 3600.0
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        operators = find_operators(arguments, ())
-        address = find_gateway_port(operators, arguments)
-        return asyncio.run(_set_role(arguments, operators, address))
-    except WeftError as error:
-        sys.stderr.write(f"weft role: {error}\n")
-        return 1
+    operators = find_operators(arguments, ())
+    address = find_gateway_port(operators, arguments)
+    return asyncio.run(_set_role(arguments, operators, address))
 
 
 async def _set_role(arguments: argparse.Namespace, operators: Operators, address: str) -> int:

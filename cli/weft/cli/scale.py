@@ -19,7 +19,7 @@ from weft.cli.tables import print_table
 from weft.cli.up.settings import default_state_folder
 from weft.cli.up.state import StateFolder
 from weft.common.admin import read_token
-from weft.contract.errors import ConfigError, WeftError
+from weft.contract.errors import ConfigError
 from weft.v1 import supervisor_pb2, supervisor_pb2_grpc
 
 _TIMEOUT_S = 15.0
@@ -29,12 +29,8 @@ _ROLES = ("prefill", "decode", "both")
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     folder = StateFolder(arguments.state_dir or default_state_folder(gateway_port()))
-    try:
-        address = read_address(folder.supervisor_file)
-        return asyncio.run(_scale(arguments, address, read_token(folder.admin_token)))
-    except WeftError as error:
-        sys.stderr.write(f"weft scale: {error}\n")
-        return 1
+    address = read_address(folder.supervisor_file)
+    return asyncio.run(_scale(arguments, address, read_token(folder.admin_token)))
 
 
 def read_address(file: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from weft.checkpoint import demo
 from weft.checkpoint.digest import file_digest
-from weft.cli import model as command
+from weft.cli.main import main
 from weft.engine.model.loader import load_model
 from weft.testing.models.tiny_embedders import make_embedder
 from weft.testing.models.tiny_models import make_tiny
@@ -30,7 +30,7 @@ def test_list_says_whether_the_demo_model_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
-    assert command.main(["list"]) == 0
+    assert main(["model", "list"]) == 0
     out = capsys.readouterr().out
     assert "not converted" in out
     assert str(demo.demo_dir()) in out  # Whole, however long.
@@ -40,7 +40,7 @@ def test_list_says_whether_the_demo_model_is_there(
 def test_verify_prints_the_digests_that_a_worker_has(
     model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["verify", str(model_dir), "--dtype", "float32"]) == 0
+    assert main(["model", "verify", str(model_dir), "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
     assert load_model(model_dir, "float32").digest.hex() in out
     for path in model_dir.glob("*.safetensors"):
@@ -66,7 +66,7 @@ def test_verify_names_what_is_damaged(
 ) -> None:
     path = model_dir / name
     path.write_bytes(path.read_bytes()[:-1] if content is None else content)
-    assert command.main(["verify", str(model_dir)]) == 1
+    assert main(["model", "verify", str(model_dir)]) == 1
     captured = capsys.readouterr()
     assert named in captured.err
     for weights in model_dir.glob("*.safetensors"):
@@ -78,7 +78,7 @@ def test_verify_compares_tensors_with_the_configuration(
 ) -> None:
     path = model_dir / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
-    assert command.main(["verify", str(model_dir)]) == 1
+    assert main(["model", "verify", str(model_dir)]) == 1
     assert "config.json asks for (96, " in capsys.readouterr().err
 
 
@@ -88,12 +88,12 @@ def test_verify_takes_the_task_that_a_worker_is_given(
     """A model of vectors without modules.json looks like one of texts that has lost its head."""
     folder = make_embedder("qwen3", tmp_path / "model", tokenizer=True)
     (folder / "modules.json").unlink()
-    assert command.main(["verify", str(folder), "--dtype", "float32"]) == 1
+    assert main(["model", "verify", str(folder), "--dtype", "float32"]) == 1
     assert "lm_head.weight" in capsys.readouterr().err
-    assert command.main(["verify", str(folder), "--dtype", "float32", "--task", "embed"]) == 0
+    assert main(["model", "verify", str(folder), "--dtype", "float32", "--task", "embed"]) == 0
     loaded = load_model(folder, "float32", task="embed")
     assert loaded.digest.hex() in capsys.readouterr().out
-    assert command.main(["verify", str(folder), "--task", "classify"]) == 1
+    assert main(["model", "verify", str(folder), "--task", "classify"]) == 1
     assert "has no classification head" in capsys.readouterr().err
 
 
@@ -101,10 +101,10 @@ def test_verify_of_the_demo_model_names_the_changed_file(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_conversion(monkeypatch, model_dir)
-    assert command.main(["verify"]) == 0
+    assert main(["model", "verify"]) == 0
     with (model_dir / "generation_config.json").open("a") as file:
         file.write("\n")
-    assert command.main(["verify"]) == 1
+    assert main(["model", "verify"]) == 1
     captured = capsys.readouterr()
     assert "generation_config.json CHANGED" in captured.out
     assert "weft model convert --force" in captured.err
@@ -119,7 +119,7 @@ def test_failures_are_one_line_and_a_status(
 ) -> None:
     monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(demo, "_PACKAGES", ("weft_no_such_package",))
-    assert command.main(arguments) == 1
+    assert main(["model", *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("weft model: ")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from weft.cli.main import main
 from weft.cli.up import command
 from weft.cli.up.checks import check_workers
 from weft.cli.up.plan import ModelFolder, plan_mesh
@@ -210,7 +211,7 @@ def test_models_that_cannot_have_8_bits(
     models = [part for name in ["latent", *others] for part in ("--model", str(folders / name))]
     flags = [*models, "--kv-dtype", "fp8_e4m3", "--no-rest", "--plain", "--device", "cpu"]
     flags += ["--state-dir", str(folders / "state"), "--grpc-port", "50991"]
-    status = command.main(flags)
+    status = main(["up", *flags])
     told = capsys.readouterr()
     if others == ["wide"]:
         assert status == 0

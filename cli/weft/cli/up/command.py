@@ -39,7 +39,7 @@ from weft.cli.up.supervisor import Supervisor
 from weft.common.admin import read_token
 from weft.common.settings import load_settings, require_paths
 from weft.contract.cores import num_cores
-from weft.contract.errors import AdapterError, ConfigError, WeftError
+from weft.contract.errors import AdapterError, ConfigError
 from weft.engine.base.gpus import num_usable_gpus
 from weft.engine.base.triton_compiler import ensure_triton_compiles
 from weft.gateway.admission.keys import read_keys
@@ -63,9 +63,6 @@ def main(argv: Sequence[str]) -> int:
         _check_grpc_ports(settings, 0)
         with locked_state_folder(settings.state_folder()) as state:
             return _run(settings, state, console)
-    except WeftError as error:
-        sys.stderr.write(f"weft up: {error}\n")
-        return 1
     finally:
         finish_output()
 
