@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -78,8 +77,8 @@ class CopyRows:
         row: NDArray[np.uint8] = self.rows[index].numpy()
         return row
 
-    def on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def on_stream(self) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
         if self._stream is not None:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +155,7 @@ class ExpertMoves:
 
     def _outcome(self, job: Callable[[], RankResult]) -> RankResult:
         try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):
                 result = job()
                 if self._stream is not None:
                     self._stream.synchronize()

@@ -15,6 +15,7 @@ from weft.contract.start_work import CHECKING, START_WORK
 from weft.contract.weights import GpuAllocation, PackedTensor, RankWeights, WeightOffer
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.device_memory import SMALL_BYTES, UNIT_BYTES
+from weft.engine.model.weights.computed_format import dtype_name
 from weft.engine.model.weights.packed import PackedModel, PackedTensors, bytes_of, span_of
 from weft.kernels.ops.page_digest import page_digests
 from weft.pages.transfer.device_ranges import allocations_of, host_name, read_ranges
@@ -74,7 +75,7 @@ class OfferedWeights:
         listed = [
             PackedTensor(
                 place=place,
-                dtype=_name_of(one.dtype),
+                dtype=dtype_name(one.dtype),
                 shape=list(one.shape),
                 address=span.address,
                 num_bytes=span.num_bytes,
@@ -156,7 +157,7 @@ class PeerWeights:
         known = {one.place: one for one in theirs.tensors}
         for place, tensor in packed.tensors():
             one, span = known.get(place), _range_of(place, tensor)
-            form = _name_of(tensor.dtype), list(tensor.shape), *span[1:3]
+            form = dtype_name(tensor.dtype), list(tensor.shape), *span[1:3]
             if one is None or form != (one.dtype, one.shape, one.num_bytes, one.memory_type):
                 raise ModelError(f"the worker has {place} in another form, or not at all")
 
@@ -252,10 +253,6 @@ def peer_weights(
     if not config.weights_offer:
         return None
     return PeerWeights(WeightOffer.of_json(config.weights_offer), rank, progress)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _range_of(place: str, tensor: torch.Tensor) -> MemoryRange:

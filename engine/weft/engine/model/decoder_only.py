@@ -13,6 +13,7 @@ from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
 from weft.engine.model.stage import Stage
 from weft.engine.model.step import Step
+from weft.engine.model.weights.computed_format import dtype_name
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear import linear
@@ -144,7 +145,7 @@ def paged_layout(page_planes: PagePlanes, dtype: torch.dtype, page_size: int) ->
                 layers=len(layers),
                 heads=heads,
                 dim=dim,
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=dtype_name(dtype),
             )
             for number, (heads, dim, layers) in enumerate(planes)
         )

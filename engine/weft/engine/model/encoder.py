@@ -10,6 +10,7 @@ from weft.contract.layout import CacheLayout, PagedPlane
 from weft.engine.model.layers.encoder import Ragged
 from weft.engine.model.pooled_heads import DenseLayers
 from weft.engine.model.step import Step
+from weft.engine.model.weights.computed_format import dtype_name
 from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.ops.lora.spec import LoraStep
 
@@ -28,7 +29,7 @@ class Encoder(ABC):
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """A page has one number per token, which nothing reads."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         plane = PagedPlane(layers=1, heads=1, dim=1, dtype=dtype)
         return CacheLayout.of_plane(plane, page_size)
 

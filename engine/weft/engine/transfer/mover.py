@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -237,14 +237,14 @@ class _Lane:
             # Higher priority than steps: the copies are short, and a peer or a request waits.
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
-        with self._context():
+        with torch.cuda.stream(self._stream):
             self.buffer = torch.empty((piece_pages, page_bytes), dtype=torch.uint8, device=device)
             self._copies = DeviceCopies(device)
 
     @contextmanager
     def begin(self, after: WorkMark | None) -> Iterator[_Lane]:
         """Context in which enqueued work follows the mark and earlier work of the lane."""
-        with self._lock, self._context():
+        with self._lock, torch.cuda.stream(self._stream):
             if after is not None:
                 after.hold(self._stream)
             yield self
@@ -271,9 +271,6 @@ class _Lane:
     def wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _context(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def _runs(pages: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -221,17 +220,14 @@ class _DeviceBytes:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        with self._context():
+        with torch.cuda.stream(self._stream):
             found: NDArray[np.uint8] = self._tensor[index].cpu().numpy()
         return found
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        with self._context():
+        with torch.cuda.stream(self._stream):
             self._tensor[index] = torch.from_numpy(np.array(value, np.uint8)).to(
                 self._tensor.device
             )
             if self._stream is not None:
                 self._stream.synchronize()
-
-    def _context(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

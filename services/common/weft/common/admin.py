@@ -401,7 +401,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, token: str) -> None:
-        self._expected = _digest(f"Bearer {token}")
+        self._expected = token_digest(f"Bearer {token}")
         self._log_at = 0.0
 
     async def intercept_service(
@@ -412,7 +412,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             if key == "authorization" and isinstance(value, str):
                 given = value
         # Digests are compared, so that the time reveals neither content nor length.
-        if hmac.compare_digest(_digest(given), self._expected):
+        if hmac.compare_digest(token_digest(given), self._expected):
             return await continuation(handler_call_details)
         now = time.monotonic()
         if now >= self._log_at:
@@ -452,5 +452,5 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _digest(text: str) -> bytes:
+def token_digest(text: str) -> bytes:
     return hashlib.sha256(text.encode(errors="replace")).digest()

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from weft.common.admin import AdminBackend
 from weft.common.default_id import default_id
 from weft.common.rpc.server import ServiceServer, run
-from weft.common.rpc.tls import Identity, TlsFiles
+from weft.common.rpc.tls import load_identity
 from weft.common.settings import load_settings
 from weft.common.tasks import start_logged
 from weft.common.telemetry.logging import configure_logging
@@ -52,20 +52,13 @@ class PlannerAdmin(AdminBackend):
         return {"planner_id": planner.planner_id, "acts": planner.acts, "plans": plans}
 
 
-def _identity(settings: PlannerSettings) -> Identity | None:
-    """The certificate of an operator, with which the planner calls gateways; None: without TLS."""
-    if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
-        return None
-    files = TlsFiles(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca)
-    return Identity(files, "cli")
-
-
 async def run_planner(settings: PlannerSettings) -> int:
     """Runs the planner until a signal; returns the exit status."""
     configure_logging("planner", settings.log_level, settings.log_format)
     planner_id = settings.planner_id or default_id("planner", settings.port)
     try:
-        identity = _identity(settings)
+        # The certificate of an operator, with which the planner calls gateways.
+        identity = load_identity(settings, "cli")
         planner = MeshPlanner(settings, planner_id, identity)
         registry = CollectorRegistry()
         registry.register(PlanCollector(planner))

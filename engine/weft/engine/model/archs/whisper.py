@@ -19,6 +19,7 @@ from weft.engine.model.audio.parts import mlp, norm, product
 from weft.engine.model.decoder_only import LMHead
 from weft.engine.model.layers.encoder import EncoderMLP, LayerNorm, Ragged
 from weft.engine.model.step import AlignedRows, Step
+from weft.engine.model.weights.computed_format import dtype_name
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.attention import joined_requests, paged_attention
@@ -132,7 +133,7 @@ class WhisperForConditionalGeneration:
             layers=config.num_layers,
             heads=config.num_heads,
             dim=config.head_dim,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
         )
         return CacheLayout.of_plane(plane, page_size)
 

@@ -15,6 +15,7 @@ from weft.engine.model.layers.attention import Gate, o_spec, plane_of
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
+from weft.engine.model.weights.computed_format import dtype_name
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops import divided_pages
@@ -353,7 +354,7 @@ def latent_layout(
         layers=num_layers,
         heads=1,
         dim=sizes.kv_rank + sizes.rope_dim,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         parts=("latent",),
     )
     return CacheLayout.of_plane(plane, page_size)

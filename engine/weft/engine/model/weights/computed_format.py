@@ -58,7 +58,7 @@ def _format_of(weight: LinearWeight) -> str:
         case PackedGroups() as groups:
             return _format_of_packed(groups)
         case PlainForm() | OneDnnForm() | NativeForm():
-            return _name_of(weight.dtype)
+            return dtype_name(weight.dtype)
         case quantised:
             return "fp8" if quantised.data.dtype == FP8 else "int8"
 
@@ -70,7 +70,7 @@ def _format_of_stack(stack: StackedWeight) -> str:
         case Fp8Experts():
             return "fp8"
         case _:
-            return _name_of(stack.dtype)
+            return dtype_name(stack.dtype)
 
 
 def _format_of_packed(groups: PackedGroups) -> str:
@@ -83,7 +83,8 @@ def _format_of_groups(bits: int, *, is_e2m1: bool, has_factors: bool) -> str:
     return "mxfp4" if is_e2m1 else f"int{bits}"
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 

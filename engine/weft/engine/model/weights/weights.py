@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 from weft.engine.model.stage import Stage
-from weft.engine.model.weights.computed_format import ComputedFormat
+from weft.engine.model.weights.computed_format import ComputedFormat, dtype_name
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.refill import Constant, Parameters
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
@@ -118,7 +118,7 @@ class Weights:
     @property
     def dtype_name(self) -> str:
         """Name of `dtype`, such as bfloat16."""
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     @property
     def has_own_formats(self) -> bool:

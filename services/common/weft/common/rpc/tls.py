@@ -151,8 +151,9 @@ class Identity:
             )
 
 
-def load_identity(settings: ServiceSettings) -> Identity | None:
-    """Loads the identity given by a service's settings; None if it runs without TLS.
+def load_identity(settings: ServiceSettings, service: str = "") -> Identity | None:
+    """Loads the identity given by a service's settings, its own unless `service` is given; None if
+    it runs without TLS.
 
     Raises:
         ConfigError: The files cannot be used, or name another service.
@@ -160,7 +161,7 @@ def load_identity(settings: ServiceSettings) -> Identity | None:
     if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
         return None
     files = TlsFiles(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca)
-    return Identity(files, settings.program)
+    return Identity(files, service or settings.program)
 
 
 def read_material(files: TlsFiles, service: str | None) -> Material:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import time
 from typing import Literal, NoReturn
 
+from weft.common.admin import token_digest
 from weft.common.rpc.authorize import OPERATORS
 from weft.common.rpc.errors import Context
 from weft.common.rpc.tls import services_of
@@ -36,7 +36,7 @@ class MeshAccess:
 
     def __init__(self, console: Console, token: str | None, keys: ApiKeys | None) -> None:
         self._console = console
-        self._token = None if token is None else _digest(token)
+        self._token = None if token is None else token_digest(token)
         self._keys = keys
         self._log_at = 0.0
 
@@ -47,7 +47,7 @@ class MeshAccess:
     def has_token(self, context: Context) -> bool:
         """Whether the caller has the operators' token."""
         # Digests are compared, so that the time reveals neither content nor length.
-        given = _digest(bearer(context.invocation_metadata()))
+        given = token_digest(bearer(context.invocation_metadata()))
         return self._token is not None and hmac.compare_digest(given, self._token)
 
     def check_watch(self, context: Context) -> None:
@@ -128,7 +128,3 @@ class OperatorsAccess(MeshAccess):
 def _is_command_line(context: Context) -> bool:
     names = [name.decode() for name in context.auth_context().get("peer_dns", ())]
     return not OPERATORS.isdisjoint(services_of(names))
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="replace")).digest()
