@@ -7,7 +7,6 @@ gateway's own classes. The workers, and the delay of their reports, are made up.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from weft.gateway.admission.slo import (
 from weft.gateway.admission.slo.forecast import IndexedPool
 from weft.gateway.routing import PolicyOptions, RoutingRequest, Throughput
 
-from fleet.simulation import GatewayView
+from fleet.simulation import GatewayView, VirtualTime
 from fleet.trace import Arrival, PageNames
 from fleet.workers import DecodeWorker, Job, PageCache, PrefillWorker
 
@@ -116,14 +115,12 @@ class _Gateway:
         self.gate = LatencyGate(forecaster, setup.ahead_s)
 
 
-class ServingSimulation:
+class ServingSimulation(VirtualTime):
     """Simulates one run of offers."""
 
     def __init__(self, setup: ServingSetup) -> None:
         self._setup = setup
-        self._now = 0.0
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._order = itertools.count()
+        super().__init__()
         self._gateways = [
             _Gateway(setup, number, lambda: self._now) for number in range(setup.num_gateways)
         ]
@@ -285,18 +282,6 @@ class ServingSimulation:
                 load.take_speed(Throughput(self._setup.prefill_rate))
             load.report(num_requests, worker.queued_tokens, worker.num_tokens)
         self._at(now + self._setup.report_s, partial(self._report, kind, at))
-
-    # -- time ------------------------------------------------------------------------------------
-
-    def _at(self, when: float, call: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), call))
-
-    def _run_until(self, when: float) -> None:
-        events = self._events
-        while events and events[0][0] <= when:
-            self._now, _, call = heapq.heappop(events)
-            call(self._now)
-        self._now = max(self._now, when)
 
 
 def merged(*streams: Iterable[Offer]) -> Iterable[Offer]:

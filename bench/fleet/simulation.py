@@ -130,7 +130,26 @@ def _bytes(index: FleetPageIndex) -> int:
     return tables + sum(numbers.values()) + sys.getsizeof(1 << 62) * index.num_pages
 
 
-class Simulation:
+class VirtualTime:
+    """Calls in the order of their virtual times."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+
+    def _at(self, when: float, call: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), call))
+
+    def _run_until(self, when: float) -> None:
+        events = self._events
+        while events and events[0][0] <= when:
+            self._now, _, call = heapq.heappop(events)
+            call(self._now)
+        self._now = max(self._now, when)
+
+
+class Simulation(VirtualTime):
     """One run.
 
     Args:
@@ -143,9 +162,7 @@ class Simulation:
     ) -> None:
         self._setup = setup
         self._watch = watch
-        self._now = 0.0
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._order = itertools.count()
+        super().__init__()
         self._gateways = [
             _gateway(setup, number, lambda: self._now) for number in range(setup.num_gateways)
         ]
@@ -265,15 +282,3 @@ class Simulation:
                 worker.num_requests, worker.queued_tokens, worker.num_tokens
             )
         self._at(now + self._setup.report_s, partial(self._report, index))
-
-    # -- time ------------------------------------------------------------------------------------
-
-    def _at(self, when: float, call: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), call))
-
-    def _run_until(self, when: float) -> None:
-        events = self._events
-        while events and events[0][0] <= when:
-            self._now, _, call = heapq.heappop(events)
-            call(self._now)
-        self._now = max(self._now, when)
