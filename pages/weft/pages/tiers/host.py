@@ -21,6 +21,15 @@ class Pinned(Protocol):
     def close(self) -> None: ...
 
 
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """The kernel allocates the memory when it is written to, in huge pages where it has some."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # The kernel has no huge pages.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
 class HostMemory:
     """Implements `Medium` over one range of memory.
 
@@ -32,11 +41,7 @@ class HostMemory:
     """
 
     def __init__(self, num_slots: int, page_bytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = mmap.mmap(-1, num_slots * page_bytes, flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # The kernel has no huge pages.
-                mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping = map_memory(num_slots * page_bytes)
         self.rows = np.frombuffer(mapping, np.uint8).reshape(num_slots, page_bytes)
         self.pinned: Pinned | None = None
         """Pins the memory for the pool's device, which then copies from and to it directly; None:

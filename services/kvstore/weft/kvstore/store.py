@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import mmap
 import secrets
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from weft.kvstore.settings import KvStoreSettings
 from weft.kvstore.transport import TransportChoice
 from weft.pages.fills.quarantine import QuarantineWatch
 from weft.pages.memory.page_memory import PageCounts
+from weft.pages.tiers.host import map_memory
 from weft.pages.transfer.digest import digest_pages, native_digest
 from weft.v1 import kvstore_pb2
 
@@ -64,7 +64,7 @@ class KvStore:
         self.front = FillFront(self.tracer)
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._arena = np.frombuffer(_map_memory(settings.memory_bytes), np.uint8)
+        self._arena = np.frombuffer(map_memory(settings.memory_bytes), np.uint8)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-store")
         self._arena_pages: PageArena | None = None
         self._source = open_source(settings, store_id)
@@ -389,12 +389,3 @@ class KvStore:
                 await self._loop.run_in_executor(
                     self._threads, self._arena_pages.transport.close_idle
                 )
-
-
-def _map_memory(num_bytes: int) -> mmap.mmap:
-    """The kernel allocates the memory when it is written to, in huge pages where it has some."""
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # The kernel has no huge pages.
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
