@@ -67,8 +67,9 @@ def drafter_of(engine: Engine, digest: bytes) -> AdaptedDrafter:
     raise TimeoutError("no draft adapter was read")
 
 
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_drafts_are_those_of_the_adapted_head(
-    target_dir: Path, draft_dir: Path, tmp_path: Path, seed: int
+    pp: int, target_dir: Path, draft_dir: Path, tmp_path: Path, seed: int
 ) -> None:
     """In batches with others; and the text is what it is without."""
     config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS)
@@ -80,7 +81,7 @@ def test_drafts_are_those_of_the_adapted_head(
         expected = [s.token_ids for s in plain.generate(prompts, GREEDY, STOP, adapters=adapters)]
     texts = {(tuple(p), GREEDY.seed): p + e for p, e in zip(prompts, expected, strict=True)}
     known = KnownDrafter(texts, VOCAB, 0.6)
-    with llm(target_dir, draft_dir=draft_dir, drafter="eagle3") as drafting:
+    with llm(target_dir, draft_dir=draft_dir, drafter="eagle3", pp=pp) as drafting:
         engine = drafting.engine
         assert [drafting.load_adapter(own), drafting.load_adapter(other)] == adapters[:2]
         drafter = drafter_of(engine, adapters[0])

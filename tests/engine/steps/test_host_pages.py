@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,19 @@ from unittest import mock
 
 import pytest
 from weft.contract.request import StopCriteria
+from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
+from weft.engine.scheduler.plan import VerifyItem
+from weft.testing.engine.eagle3_cases import HeadReference, PublishedEntries
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.other_hosts import other_hosts
 from weft.testing.engine.tier_bench import TierBench
 from weft.testing.models.families import make_family
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.moe_families import make_any_family
+from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
+from weft.testing.models.tiny_mtp import make_tiny_mtp
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -37,9 +43,16 @@ def settings_of(stack: ExitStack, folder: Path, hosts: int, **settings: Any) -> 
 
 
 def check_shipping(
-    folder: Path, tmp_path: Path, owner: dict[str, Any], filler: dict[str, Any], way: dict[str, Any]
+    folder: Path,
+    tmp_path: Path,
+    owner: dict[str, Any],
+    filler: dict[str, Any],
+    way: dict[str, Any],
+    reference: HeadReference | None = None,
 ) -> None:
-    """A prompt that another worker computes has the text that the owner makes alone."""
+    """A prompt that another worker computes has the text that the owner makes alone, and its pages
+    have the entries of a head, if there is one.
+    """
     clock = ManualClock()
     with ExitStack() as stack:
         of_owner = settings_of(stack, folder, **owner) | way
@@ -54,7 +67,11 @@ def check_shipping(
             # Each host sends its share, so none comes to host 0.
             parts = pair.fillers["p0"].parts
             stack.enter_context(mock.patch.object(parts.local.device_pages, "gather", None))
-        pair.check_shipped(random_prompt(6 * PAGE + 3), 6)
+        published, prompt = PublishedEntries(pair.owner), random_prompt(6 * PAGE + 3)
+        pair.check_shipped(prompt, 6)
+        if reference is not None:
+            assert published.check(prompt, reference) == 6
+            assert pair.owner.counters()["drafted_tokens"] > 0
         pair.settle()
 
 
@@ -84,6 +101,60 @@ def test_a_prompt_is_shipped_between_any_numbers_of_hosts(
 ) -> None:
     folder = make_tiny("qwen3", tmp_path / "model", seed, num_attention_heads=8)
     check_shipping(folder, tmp_path, owner, filler, way)
+
+
+@FULL
+@pytest.mark.parametrize(("owner", "filler"), [(1, 2), (2, 1), (2, 3)])
+def test_shipped_pages_have_the_entries_of_a_draft_head(
+    owner: int, filler: int, tmp_path: Path, seed: int
+) -> None:
+    folder = make_tiny("qwen3", tmp_path / "model", seed, num_hidden_layers=4)
+    head = {"draft_dir": make_tiny_draft(tmp_path / "head", folder, seed + 1)}
+    of_owner = {"hosts": owner, "drafter": "eagle3", "draft_gate": "fixed"} | head
+    reference, of_filler = HeadReference(folder, head["draft_dir"]), {"hosts": filler} | head
+    check_shipping(folder, tmp_path, of_owner, of_filler, {"transport": "data"}, reference)
+
+
+class NotedDrafts:
+    """Notes the chains that an engine's head drafts, and the tokens before each."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.drafter is not None
+        self._drafter, engine.pipeline._drafter = engine.drafter, self
+        self.chains = list[tuple[list[int], list[int]]]()
+
+    def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
+        drafts = self._drafter.draft(items)
+        for item, chain in zip(items, drafts, strict=True):
+            self.chains.append((item.request.tokens[: item.start + 1], list(chain)))
+        return drafts
+
+
+@FULL
+@pytest.mark.parametrize(("owner", "filler"), [(1, 2), (2, 1), (2, 2)])
+def test_an_mtp_head_of_a_hybrid_goes_on_from_what_another_worker_sent(
+    owner: int, filler: int, tmp_path: Path, seed: int
+) -> None:
+    """The blocks of recurrent layers have the state with which the head begins."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    naive = make_tiny_mtp("qwen", folder := tmp_path / "model", seed, layer_types=kinds)
+    clock, head = ManualClock(), {"transport": "data", "mtp_head": True}
+    with ExitStack() as stack:
+        of_owner = settings_of(stack, folder, owner) | head
+        of_filler = settings_of(stack, folder, filler) | head
+        pair = EnginePair(
+            make_engine(folder, "decode", clock, drafter="mtp", draft_gate="fixed", **of_owner),
+            [make_engine(folder, "prefill", clock, worker_id="p0", **of_filler)],
+            clock,
+        )
+        stack.callback(pair.close)
+        noted = NotedDrafts(pair.owner)
+        pair.check_shipped(random_prompt(6 * PAGE + 3), 6)
+        pair.settle()
+    chains = [(tokens, chain) for tokens, chain in noted.chains if chain]
+    assert chains
+    for tokens, chain in chains:
+        assert naive.agrees(tokens, chain), (tokens, chain)
 
 
 @FULL

@@ -91,6 +91,7 @@ def mtp(path: Path, seed: int) -> Path:
                 (gptq, {}),
                 (fp8, {}),
                 (plain, {"pp": 2}),
+                (mtp, {"mtp_head": True, "drafter": "mtp", "pp": 2}),
             )
         ),
     ],

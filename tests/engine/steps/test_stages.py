@@ -37,8 +37,9 @@ from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.moe_families import MOE_FAMILIES, make_any_family
 from weft.testing.models.quantised_models import quantised_copy
-from weft.testing.models.tiny_drafts import make_tiny_draft
+from weft.testing.models.tiny_drafts import make_tiny_draft, make_tiny_eagle
 from weft.testing.models.tiny_models import make_tiny
+from weft.testing.models.tiny_mtp import make_cycle, make_tiny_mtp
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -142,6 +143,51 @@ def test_texts_are_those_of_one_process(kind: str, count: int, tmp_path: Path, s
     assert 0 < counters["bubble_us"] < counters["stage_us"]
     assert "bubbles" in describe_bubbles(counters)
     assert not describe_bubbles({})
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("eagle3", 2),
+        pytest.param("eagle3", 3, marks=FULL),
+        pytest.param("eagle", 2, marks=FULL),
+    ],
+)
+def test_texts_with_a_draft_head_are_those_of_one_process(
+    kind: str, count: int, tmp_path: Path, seed: int
+) -> None:
+    """Of an EAGLE-3 head that reads layers of other stages too."""
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 4}
+    folder = make_tiny("llama", tmp_path / "model", seed, tokenizer=True, **sizes)
+    make = make_tiny_draft if kind == "eagle3" else make_tiny_eagle
+    head = {"drafter": kind, "draft_dir": make(tmp_path / "head", folder, seed + 1)}
+    prompts = random_prompts((5, 90, 41, 77, 12, 100))
+    kinds = sampled(len(prompts))
+    with make_llm(folder, **head) as one, make_llm(folder, pp=count, **head) as llm:
+        under_way = most_under_way(llm)
+        assert run(llm, prompts, kinds) == run(one, prompts, kinds)
+        counters = llm.engine.counters()
+    assert counters["drafted_tokens"] > 0
+    assert counters["prefix_hit_tokens"] > 0
+    assert max(under_way) == count
+
+
+@FULL
+def test_as_many_drafts_are_accepted_as_in_one_process(tmp_path: Path, seed: int) -> None:
+    """Of one request after the other, since others in a step take from its drafts."""
+    make_tiny_mtp("glm", folder := tmp_path / "model", seed)
+    make_cycle(folder, seed)
+    prompts, found = random_prompts((5, 60, 33), 250), []
+    stop = StopCriteria(max_tokens=40, ignore_eos=True)
+    kinds = [GREEDY, SamplingParams(temperature=0.5, seed=random.randrange(1 << 60))]
+    for count in (1, 2):
+        with make_llm(folder, drafter="mtp", num_pages=96, pp=count) as llm:
+            asked = [(prompt, kind) for prompt in prompts for kind in kinds]
+            texts = [llm.generate([prompt], kind, stop)[0].token_ids for prompt, kind in asked]
+            counters = llm.engine.counters()
+            found.append((texts, counters["drafted_tokens"], counters["accepted_tokens"]))
+    assert found[0] == found[1]
+    assert found[0][2] > found[0][1] / 4
 
 
 @FULL
@@ -410,8 +456,13 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="on GPUs pages with heads of several shapes"):
         LLM(shapes, pp=2, device="cuda", host_cache_bytes=1 << 20, language_model_only=True)
     head = make_tiny_draft(tmp_path / "head", folder, 1)
-    with pytest.raises(ConfigError, match="1 with a draft head"):
-        LLM(folder, pp=2, draft_dir=head)
+    for name, settings in (
+        ("1 with tp and a draft head", {"tp": 2}),
+        ("1 on GPUs with a draft head", {"device": "cuda"}),
+        ("1 with draft_width > 1", {"drafter": "eagle3", "draft_width": 2}),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            LLM(folder, pp=2, draft_dir=head, **settings)
     with pytest.raises(ConfigError, match="drafter = model"):
         LLM(folder, pp=2, drafter="model", draft_dir=folder)
     whole = {"lora_whole_matrices": 1, "lora_projections": ("q", "lm_head")}

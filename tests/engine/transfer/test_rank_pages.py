@@ -36,19 +36,27 @@ def test_a_shipped_prompt_has_the_text_of_one_that_stays(
 
 
 @pytest.mark.parametrize(
-    ("owner", "filler"), [((2, 2), (1, 1)), ((1, 1), (4, 4)), ((4, 1), (2, 2)), ((4, 4), (2, 1))]
+    ("owner", "filler"),
+    [
+        ({"tp": 2, "ep": 2}, {}),
+        ({}, {"tp": 4, "ep": 4}),
+        ({"tp": 4}, {"tp": 2, "ep": 2}),
+        ({"tp": 4, "ep": 4}, {"tp": 2}),
+        ({"pp": 2}, {}),
+        ({}, {"pp": 3}),
+        ({"pp": 2}, {"tp": 2}),
+    ],
 )
 def test_shipped_pages_hold_the_entries_of_a_draft_head_and_of_layers_with_experts(
-    owner: tuple[int, int], filler: tuple[int, int], tmp_path: Path, seed: int
+    owner: dict[str, int], filler: dict[str, int], tmp_path: Path, seed: int
 ) -> None:
-    """Between ranks with whole experts and such that have a part of each."""
+    """Between stages, ranks with whole experts and such that have a part of each."""
     sizes = {"num_attention_heads": 8, "num_hidden_layers": 4, "num_experts": 8}
     folder = make_tiny("qwen3_moe", tmp_path / "model", seed, **sizes)
     head = {"draft_dir": make_tiny_draft(tmp_path / "head", folder, seed + 1)}
-    of_owner, of_filler = ({"tp": tp, "ep": ep, **head} for tp, ep in (owner, filler))
     reference = HeadReference(folder, head["draft_dir"])
-    of_owner |= {"drafter": "eagle3", "draft_gate": "fixed"}
-    check_shipped(folder, of_owner, of_filler, reference)
+    drafting = {"drafter": "eagle3", "draft_gate": "fixed"}
+    check_shipped(folder, owner | head | drafting, filler | head, reference)
 
 
 @pytest.mark.parametrize(("owner", "filler"), [(1, 2), (2, 1), (2, 2)])

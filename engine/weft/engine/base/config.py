@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from weft.checkpoint.eagle3_config import NUM_AUX_LAYERS
 from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
 from weft.contract.binding import Binding
 from weft.contract.errors import ConfigError
@@ -817,7 +818,12 @@ class EngineConfig(PageConfig):
         return [
             *(self._relations_of_gpu_stages() if self.is_on_gpu else []),
             ("pp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
-            ("pp", not self.has_head, "1 with a draft head, which reads several stages"),
+            (
+                "pp",
+                self.tp == 1 or not self.has_head,
+                "1 with tp and a draft head, which drafts while ranks compute other steps",
+            ),
+            ("pp", self.draft_width == 1, "1 with draft_width > 1: stages draft chains alone"),
             ("pp", self.drafter != "model", "1 with drafter = model, which has no stages"),
             (
                 "pp",
@@ -836,6 +842,7 @@ class EngineConfig(PageConfig):
         return [
             ("pp", self.pp == 2 or is_divided, "1 or 2 on GPUs of one host"),
             ("pp", self.tp == 1, "1 on GPUs with tp"),
+            ("pp", not self.has_head, "1 on GPUs with a draft head, which has not run there yet"),
             (
                 "device",
                 not is_divided or "," not in self.device,
@@ -859,6 +866,13 @@ class EngineConfig(PageConfig):
     def has_pages_by_stage(self) -> bool:
         """Whether each stage has pages for its own layers; else all stages share whole pages."""
         return self.hosts > 1 or (self.pp > 1 and self.is_on_gpu)
+
+    @property
+    def most_sent_rows(self) -> int:
+        """Most rows that a stage sends on in a step: of the stream, and of the layers' states that
+        an EAGLE-3 head reads.
+        """
+        return self.max_step_tokens * (1 if self.head_dir is None else 1 + NUM_AUX_LAYERS)
 
     def _relations_of_context(self) -> list[tuple[str, bool, str]]:
         return [

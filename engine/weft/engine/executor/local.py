@@ -4,7 +4,7 @@ a forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, assert_never
@@ -354,10 +354,9 @@ class LocalExecutor:
         """This rank's heads of the first page group's pool."""
         return self._own_pool
 
-    def chains(self, model: DraftedModel) -> Chains:
-        """Makes chains of a draft head's drafts, without graphs."""
-        sizes = self.page_table, self._page_size
-        return EagerChains(model, self._own_pool, *sizes, self.rotations)
+    def chains(self, model: DraftedModel, table: PageTable) -> Chains:
+        """Makes chains of a draft head's drafts, without graphs, for requests in `table`."""
+        return EagerChains(model, self._own_pool, table, self._page_size, self.rotations)
 
     @property
     def inputs(self) -> DeviceInputs | None:
@@ -534,12 +533,27 @@ class LocalExecutor:
         self.keep(self._peers.share_tokens(tokens))
 
     def keep(self, tokens: torch.Tensor) -> None:
-        slots = self._batches.drawing_slots
+        self._keep_drawn(self._batches.drawing_slots, self._verifying, None, tokens)
+
+    def keeping(self) -> Callable[[torch.Tensor], None]:
+        """`keep` for the step that was launched last. On a CPU other steps may run before it is
+        called.
+        """
+        verifying, states = self._verifying, self._keeper.states
+        return partial(self._keep_drawn, self._batches.drawing_slots, verifying, states)
+
+    def _keep_drawn(
+        self,
+        slots: torch.Tensor,
+        verifying: Verifying | None,
+        states: torch.Tensor | None,
+        tokens: torch.Tensor,
+    ) -> None:
         with torch.inference_mode():
             tokens = tokens.to(self.device, non_blocking=True)
-            if self._verifying is not None:
-                step, rows, num_rows = self._verifying
-                self._keeper.accept(tokens, step, Verified(rows, slots))
+            if verifying is not None:
+                step, rows, num_rows = verifying
+                self._keeper.accept(tokens, step, Verified(rows, slots), states)
                 tokens, slots = tokens[num_rows:], slots[num_rows:]
             if len(slots):
                 keep_tokens(tokens, slots, self.known)

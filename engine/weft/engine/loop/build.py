@@ -337,6 +337,7 @@ def _load_parts(
             wake,
             on_order,
             ranked.chains if isinstance(ranked, RankedExecutor) else executor.chains,
+            (ranked or executor).page_table,
             draws_on_device=draws_on is not None,
         )
     sampler = Sampler(

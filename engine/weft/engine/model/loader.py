@@ -247,6 +247,7 @@ def load_model(
         share = f"{shard}, experts {of_experts}"
         share += f" and {spare_experts}" if spare_experts else ""
         share += "" if stage is None else f", {stage.layers}"
+        share += ", with a head" if stage is not None and stage.has_head else ""
         others = (peers, None if stage is None else stage.neighbours, exchange)
         return PackedTensors(parts, numberless, share, target, others)
 
@@ -281,7 +282,7 @@ def load_model(
         reader = RandomWeights(target)
         weights = weights_of(reader)
         model = build(config, weights)
-        mtp = read_mtp(model, weights, (), str(model_dir)) if mtp_head else None
+        mtp = read_mtp(model, weights.of_head(), (), str(model_dir)) if mtp_head else None
         tower = _read_tower(reader, config, weights_of) if images else None
         digest = combine_digests(config, f"dummy-{computed}", (), fingerprint)
         origin = Origin(digest, b"")
@@ -515,7 +516,7 @@ def _construct(
     weights = weights_of(_renamed(checkpoint, config))
     model, mtp = build(config, weights), None
     if wanted.mtp_head:
-        mtp = read_mtp(model, weights, own_copies, str(where))
+        mtp = read_mtp(model, weights.of_head(), own_copies, str(where))
     tower = _read_tower(checkpoint, config, weights_of) if wanted.tower else None
     return _Parts(model, mtp, tower)
 

@@ -219,10 +219,10 @@ class Stack:
 
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
-        (hidden, step), rows, peers = self._enter(step), step.logits_rows, self.peers
+        (hidden, step), rows, peers = self._enter(step, taps), step.logits_rows, self.peers
         step = self._divided(step, pool)
         if self._stage is not None and not self._stage.is_last:
-            self._leave(self._stage, run_all(self._whole, hidden, step, pool, taps, peers))
+            self._leave(self._stage, run_all(self._whole, hidden, step, pool, taps, peers), taps)
             return hidden.new_zeros((rows.shape[0], hidden.shape[1]))
         if added := self._added(step):
             hidden = run_all(self._tapped, hidden, step, pool, taps, peers, added)
@@ -256,9 +256,11 @@ class Stack:
         return self._end(run_all(self._behind_last, hidden, wanted, pool, None, peers))
 
     def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
-        """Runs a step: [T, hidden], the normalised hidden states of all rows."""
-        assert self._stage is None, "such steps are not divided among stages"
-        hidden, step = self._embed(self._divided(step, pool))
+        """Runs a step: [T, hidden], the normalised hidden states of all rows. Of several stages
+        only the last one has them.
+        """
+        assert self._stage is None or self._stage.is_last
+        hidden, step = self._enter(self._divided(step, pool))
         added = self._added(step)
         runs = self._tapped if added else self._whole
         return self._end(run_all(runs, hidden, step, pool, None, self.peers, added))
@@ -289,18 +291,26 @@ class Stack:
     def _end(self, stream: torch.Tensor) -> torch.Tensor:
         return self.norm(stream if self._copies is None else self._copies.merged(stream))
 
-    def _enter(self, step: Step) -> tuple[torch.Tensor, Step]:
-        """The stream as it enters this process's layers."""
-        if self._stage is None or self._stage.is_first:
+    def _enter(self, step: Step, taps: Taps | None = None) -> tuple[torch.Tensor, Step]:
+        """The stream as it enters this process's layers. `taps` gets what stages before have."""
+        stage = self._stage
+        if stage is None or stage.is_first:
             return self._embed(step)
-        assert self._stage.neighbours is not None
-        shape = step.token_ids.shape[0], self.embed_tokens.shape[1]
-        hidden = self._stage.neighbours.receive(shape, self.embed_tokens.dtype)
+        assert stage.neighbours is not None
+        rows, width = step.token_ids.shape[0], self.embed_tokens.shape[1]
+        tapped = [] if taps is None else taps.before(stage.layers.start)
+        shape = (1 + len(tapped)) * rows, width
+        received = stage.neighbours.receive(shape, self.embed_tokens.dtype)
+        hidden, *states = torch.split(received, rows)
+        for place, state in zip(tapped, states, strict=True):
+            place.copy_(state)
         return hidden, self.turned(step)
 
-    def _leave(self, stage: Stage, hidden: torch.Tensor) -> None:
+    def _leave(self, stage: Stage, hidden: torch.Tensor, taps: Taps | None) -> None:
+        """Sends the stream on, and behind it what `taps` has."""
         assert stage.neighbours is not None
-        stage.neighbours.send(hidden)
+        tapped = [] if taps is None else taps.before(stage.layers.stop)
+        stage.neighbours.send(torch.cat([hidden, *tapped]) if tapped else hidden)
 
     def _embed(self, step: Step) -> tuple[torch.Tensor, Step]:
         hidden = self.embed_tokens.index_select(0, step.token_ids)

@@ -49,6 +49,8 @@ class Stage:
     """Whether its pages and states have room for its layers alone; else for all layers, since all
     stages share them.
     """
+    has_head: bool = False
+    """Whether the last stage has a head beside the LM head, which also reads the embedding."""
 
     @property
     def is_first(self) -> bool:

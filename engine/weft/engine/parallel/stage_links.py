@@ -71,7 +71,7 @@ class SocketStages:
     Args:
         stage: Number of this stage.
         names: Names of the stages before and after, for messages.
-        max_step_tokens: Most rows of a step.
+        most_rows: Most rows that come or go in a step.
         copies: Connections to the other ranks of this stage, which get the rows from this one,
             since the stage before is on another host.
     """
@@ -82,11 +82,11 @@ class SocketStages:
         group: StageGroup,
         stage: int,
         names: tuple[str, str],
-        max_step_tokens: int,
+        most_rows: int,
         copies: Sequence[socket.socket] = (),
     ) -> None:
         self.ends, self._group, self._copies = ends, group, copies
-        self._max_step_tokens = max_step_tokens
+        self._most_rows = most_rows
         self._busy = np.zeros(stage + 1, np.int64)
         self._blocked_ns = 0
         self._before, self._after = names
@@ -132,7 +132,7 @@ class SocketStages:
         for copy in self._copies:
             self._write(copy, received.head, received.stream, "another rank of this stage")
         if received.stream.nbytes >= _THREAD_BYTES:
-            most = (self._max_step_tokens, *shape[1:])
+            most = (self._most_rows, *shape[1:])
             self._coming = _in_thread(partial(self._read_rows, most, dtype))
         return received.stream
 

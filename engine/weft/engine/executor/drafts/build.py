@@ -17,6 +17,7 @@ from weft.engine.executor.local import LocalExecutor
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes
+from weft.engine.model.heads.elsewhere import mtp_elsewhere
 from weft.engine.model.loader import LoadedModel
 
 
@@ -27,7 +28,10 @@ def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
     max_rows = max(max_rows, max_requests * (1 + config.max_draft_tokens))
     if loaded.mtp is not None:
         assert isinstance(loaded.model, DecoderOnlyLM), "a model that brings a head is a decoder"
-        return DraftedModel(loaded.model, loaded.mtp, max_requests, max_rows)
+        stage = loaded.model.stage
+        is_here = stage is None or stage.is_last
+        head = loaded.mtp if is_here else mtp_elsewhere(loaded.mtp)
+        return DraftedModel(loaded.model, head, max_requests, max_rows)
     if config.head_dir is None:
         return None
     return load_drafted(loaded, config.head_dir, max_requests, max_rows)

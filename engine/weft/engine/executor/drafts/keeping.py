@@ -24,11 +24,23 @@ class DraftKeeper:
         self._pool = pool
         self._drafted = drafted
 
-    def accept(self, tokens: torch.Tensor, step: StepRows, verified: Verified) -> None:
+    @property
+    def states(self) -> torch.Tensor | None:
+        """The head's states of the last step's rows; None: there is no head."""
+        return None if self._drafted is None else self._drafted.last
+
+    def accept(
+        self,
+        tokens: torch.Tensor,
+        step: StepRows,
+        verified: Verified,
+        states: torch.Tensor | None = None,
+    ) -> None:
         """Accepts the drafts of a step up to the first one that differs from the drawn token.
 
         Args:
             tokens: [L] int64, by row of the logits; negative where there is none.
+            states: `states` after that step; None: no step has run since.
         """
         if step.ancestors is None:
             last_rows, slots = accept_drafts(tokens, step, verified, self.known)
@@ -36,4 +48,4 @@ class DraftKeeper:
             last_rows, slots, paths = accept_trees(tokens, step, verified, self.known)
             move_paths(self._pool, step.places, verified.rows, paths)
         if self._drafted is not None:
-            self._drafted.keep_accepted(last_rows, slots)
+            self._drafted.keep_accepted(last_rows, slots, states)

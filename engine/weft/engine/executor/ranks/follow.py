@@ -299,9 +299,9 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         if config.cuda_graphs:
             media.capture()
     drafting = None
-    if drafted is not None and config.drafter in HEAD_DRAFTERS:
+    if drafted is not None and config.drafter in HEAD_DRAFTERS and config.pp == 1:
         graphs, _ = head_graphs(config, drafted, executor, None)
-        drafting = Drafting(executor.chains(drafted), graphs)
+        drafting = Drafting(executor.chains(drafted, executor.page_table), graphs)
     ways = others.agree("drawing", len(WAYS))
     executor.capture_draws(None, WAYS[:ways])
     return executor, drafting, least
@@ -410,7 +410,7 @@ def follow_host(config: EngineConfig) -> int:
         names = names_of_neighbours(rank, config.pp, config.tp)
         stage = stage_of_rank(rank, config.pp, config.tp)
         others.neighbours = SocketStages(
-            host.rows, group, stage, names, config.max_step_tokens, copies
+            host.rows, group, stage, names, config.most_sent_rows, copies
         )
         take_part(config, others)
     except LinkClosed:
@@ -465,7 +465,7 @@ def main(argv: list[str]) -> int:
             )
             names = names_of_neighbours(rank, config.pp, config.tp)
             stage = stage_of_rank(rank, config.pp, config.tp)
-            ends, most_rows = StageEnds(before, after), config.max_step_tokens
+            ends, most_rows = StageEnds(before, after), config.most_sent_rows
             neighbours = SocketStages(ends, group, stage, names, most_rows)
         size, store_path = config.num_ranks, hello["store_path"]
         others = FollowerGroup(link, rank, size, group, store_path, neighbours)

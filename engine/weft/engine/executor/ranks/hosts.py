@@ -176,7 +176,7 @@ class HostRanks(RankLeader):
             self._group.local, copies = self._local.group, self._local.copies
         rows = StageEnds(self._rows, None)
         self.neighbours = SocketStages(
-            rows, self._group, config.pp - 1, names, config.max_step_tokens, copies
+            rows, self._group, config.pp - 1, names, config.most_sent_rows, copies
         )
 
     def _accept_rows(self, listener: socket.socket, tls: HostTls | None, deadline: float) -> None:

@@ -98,9 +98,9 @@ class RankedExecutor:
             launched = launched._replace(logits=logits._replace(captured=captured))
         return launched
 
-    def chains(self, model: DraftedModel) -> Chains:
+    def chains(self, model: DraftedModel, table: PageTable) -> Chains:
         """`LocalExecutor.chains`, on all ranks."""
-        return _RankedChains(self._local.chains(model), self)
+        return _RankedChains(self._local.chains(model, table), self)
 
     def run_chains(self, chains: Chains, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
         """Raises RanksLost as `launch` does."""

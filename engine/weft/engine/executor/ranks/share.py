@@ -142,7 +142,12 @@ def stage_of(config: EngineConfig, model: ModelConfig, others: RankGroup) -> Sta
     number = stage_of_rank(others.rank, config.pp, config.tp)
     layers = layers_of_stages(model.num_layers, config.pp)[number]
     return Stage(
-        number, config.pp, layers, others.neighbours, has_own_pages=config.has_pages_by_stage
+        number,
+        config.pp,
+        layers,
+        others.neighbours,
+        has_own_pages=config.has_pages_by_stage,
+        has_head=config.has_head,
     )
 
 
@@ -187,7 +192,7 @@ def whole_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device
 def _layout_of(
     config: EngineConfig, loaded: LoadedModel, device: torch.device, stage: Stage | None
 ) -> CacheLayout:
-    assert isinstance(loaded.model, DecoderOnlyLM), "check_stages refuses other models"
+    assert isinstance(loaded.model, DecoderOnlyLM | DraftedModel), "check_stages refuses others"
     layout = loaded.model.layout_of(stage, config.page_size)
     return kept_layout(config, loaded, device, layout)
 

@@ -53,6 +53,8 @@ class _LateStep:
     ) -> None:
         self._compute, self._come_to = compute, come_to
         self.launched: Launched | None = None
+        self.keep: Callable[[torch.Tensor], None] | None = None
+        """Keeps the tokens that were drawn from this step; None: nothing of them is kept."""
 
     def run(self) -> None:
         self.launched = self._compute()
@@ -103,8 +105,7 @@ class _StageMark(Mark):
 
 
 class StagedExecutor:
-    """Implements `Executor` with stages. Tokens are not kept, since each step brings those that it
-    needs.
+    """Implements `Executor` with stages.
 
     Until it gets its first step, each rank works alone with its `LocalExecutor`.
 
@@ -136,6 +137,8 @@ class StagedExecutor:
         self.window_tables = local.window_tables
         self._sent_pages = SentPages(self.page_table)
         self._late = deque[_LateStep]()
+        self._drawn: _LateStep | None = None
+        """The step from which tokens are drawn, until they are kept."""
         self._has_one_pool = self._is_late and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
         self._maps_pools = hosts is None and not (self._is_late or local.device_pages.is_whole)
@@ -160,7 +163,7 @@ class StagedExecutor:
         if not len(slots):
             return Launched(None, scores)
         rows = late.rows if step.num_verified else None
-        compute = partial(_logits_of, late)
+        compute = partial(self._logits_of, late)
         return Launched(Logits(compute, slots, positions, rows=rows), scores)
 
     def _come_to(self, step: _LateStep) -> None:
@@ -170,6 +173,8 @@ class StagedExecutor:
     def _run_oldest(self) -> None:
         step = self._late[0]
         step.run()
+        if self._local.has_head:
+            step.keep = self._local.keeping()
         self._late.popleft()
         if not self._late:
             self._under_way_ns += time.perf_counter_ns() - self._began_ns
@@ -192,6 +197,11 @@ class StagedExecutor:
             self._ranks.fail(f"rank 0 failed in step {number}: {error}")
             raise RanksLost(f"rank 0 failed in step {number}: {error}") from error
 
+    def _logits_of(self, late: _LateStep) -> torch.Tensor:
+        logits = late.logits().compute()
+        self._drawn = late
+        return logits
+
     def _settle(self) -> None:
         """Computes all steps that were launched."""
         while self._late:
@@ -209,7 +219,12 @@ class StagedExecutor:
         return {"stage_us": of_stages // 1000, "bubble_us": idle // 1000}
 
     def keep(self, tokens: torch.Tensor) -> None:
-        """Does nothing: with several lanes each step brings its tokens from the host."""
+        """Keeps the states of a head that follow from these tokens. With several lanes each step
+        brings its tokens from the host.
+        """
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None and drawn.keep is not None:
+            drawn.keep(tokens)
 
     def mark(self) -> Mark:
         if not self._is_late:
@@ -252,10 +267,6 @@ class StagedExecutor:
         neighbours = self._ranks.neighbours  # Sockets were closed with the ranks.
         if neighbours is not None and not isinstance(neighbours, SocketStages):
             neighbours.close()
-
-
-def _logits_of(late: _LateStep) -> torch.Tensor:
-    return late.logits().compute()
 
 
 def _drawing_rows(step: StepInput) -> tuple[Int64Array, Int64Array]:

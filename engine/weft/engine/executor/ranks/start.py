@@ -75,7 +75,7 @@ class Ranks(RankLeader):
         if config.pp > 1 and config.hosts == 1:
             self._ends = [connected_ends(config.pp) for _ in range(config.tp)]
             names = names_of_neighbours(0, config.pp, config.tp)
-            own, most_rows = self._ends[0][-1], config.max_step_tokens
+            own, most_rows = self._ends[0][-1], config.most_sent_rows
             self.neighbours = SocketStages(own, self.group, config.pp - 1, names, most_rows)
         self._followers: list[_Follower] = []
         self._watcher: threading.Thread | None = None

@@ -17,6 +17,7 @@ from weft.engine.features.speculative.gate import MeasuredGate
 from weft.engine.features.speculative.ngram import NgramDrafter
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.scheduler.ports import Drafter, DraftGate
+from weft.pages.memory.page_table import PageTable
 
 
 def make_drafter(
@@ -26,7 +27,8 @@ def make_drafter(
     lora: LoraPool | None,
     wake: Callable[[], None],
     on_order: list[Callable[[AdapterOrder], None]],
-    chains: Callable[[DraftedModel], Chains],
+    chains: Callable[[DraftedModel, PageTable], Chains],
+    table: PageTable,
     *,
     draws_on_device: bool,
 ) -> Drafter | None:
@@ -38,6 +40,7 @@ def make_drafter(
         wake: Called from another thread when a draft adapter was read.
         on_order: Receives functions that must follow the orders of adapters.
         chains: Makes a head's chains without graphs, on all ranks.
+        table: Has the pages of the steps that were launched.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -52,9 +55,9 @@ def make_drafter(
         return EagleDrafter(
             model,
             executor.pool,
-            executor.page_table,
+            table,
             config.page_size,
-            chains(model),
+            chains(model, table),
             graphs,
             trees,
             waits_for_trees=not draws_on_device,

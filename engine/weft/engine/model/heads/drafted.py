@@ -17,7 +17,9 @@ from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_adapter import read_draft_adapter
 from weft.engine.model.heads.draft_head import DraftHead, load_draft_head
 from weft.engine.model.heads.eagle3 import Eagle3Head, adapt_eagle3, adaptable_shapes
+from weft.engine.model.heads.elsewhere import eagle_elsewhere
 from weft.engine.model.loader import LoadedModel
+from weft.engine.model.stage import Stage
 from weft.engine.model.step import Step
 from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.slot_rows import hold_rows, put_rows
@@ -34,7 +36,9 @@ def load_drafted(
             f"draft_dir = {draft_dir}: {type(loaded.model).__name__} does not support draft heads",
             param="draft_dir",
         )
-    head = load_draft_head(draft_dir, loaded.model)
+    stage = loaded.model.stage
+    is_here = stage is None or stage.is_last
+    head = (load_draft_head if is_here else eagle_elsewhere)(draft_dir, loaded.model)
     check_width(head, loaded.model, draft_dir)
     return DraftedModel(loaded.model, head, max_requests, max_step_tokens, draft_dir)
 
@@ -84,8 +88,8 @@ class DraftedModel:
         embedding, width = target.model.embed_tokens, head.hidden_size
         self.kept = embedding.new_zeros((max_requests + 1, width))
         """[max_requests + 1, hidden]: state of each slot's last row; the last entry is a dummy."""
-        self._last = embedding.new_zeros((max_step_tokens, width))
-        """The rows of the last step."""
+        self.last = embedding.new_zeros((max_step_tokens, width))
+        """[T, hidden], or more on a GPU: the rows of the last step."""
 
     def adapted(self, folder: Path) -> DraftedModel:
         """This model with an adapted head. Both share states and pages. Raises WeftError if the
@@ -108,7 +112,13 @@ class DraftedModel:
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """The target's page with the head's layer, or plane, after the target's own."""
-        layout = self._target.kv_layout(page_size)
+        return self.layout_of(self._target.stage, page_size)
+
+    def layout_of(self, stage: Stage | None, page_size: int) -> CacheLayout:
+        """As `DecoderOnlyLM.layout_of`; of stages with pages of their own the last has the head."""
+        layout = self._target.layout_of(stage, page_size)
+        if stage is not None and stage.has_own_pages and not stage.is_last:
+            return layout
         plane, states = layout.plane, layout.states
         own, draft = self.head.place.plane, self.head.digest.hex()
         if own is None:
@@ -129,7 +139,7 @@ class DraftedModel:
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """`step.slots` must not be None."""
         hidden, states = self.head.extend(self._target, step, self.kept, pool)
-        self._last = hold_rows(self._last, states)
+        self.last = hold_rows(self.last, states)
         return hidden
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
@@ -138,11 +148,14 @@ class DraftedModel:
     def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
         return self._target.logits_part(hidden, tokens)
 
-    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    def keep_accepted(
+        self, rows: torch.Tensor, slots: torch.Tensor, states: torch.Tensor | None = None
+    ) -> None:
         """Records, after a verification, which row of the step is each request's last one.
 
         Args:
-            rows: [R] int64, on the device: rows of the last step, in its order.
+            rows: [R] int64, on the device: rows of the step, in its order.
             slots: [R] int64, on the device: the requests' slots, all different.
+            states: `last` after that step; None: no step has run since.
         """
-        put_rows(self.kept, slots, self._last, rows)
+        put_rows(self.kept, slots, self.last if states is None else states, rows)

@@ -151,11 +151,12 @@ class Weights:
     def of_embedding(self, *, is_head: bool) -> Weights:
         """As `of_layer`, for the embedding of tokens, which may be the LM head's matrix too."""
         stage = self.stage
-        is_here = stage is None or stage.is_first or (is_head and stage.is_last)
+        is_read_last = is_head or (stage is not None and stage.has_head)
+        is_here = stage is None or stage.is_first or (is_read_last and stage.is_last)
         return self if is_here else self._elsewhere()
 
     def of_head(self) -> Weights:
-        """As `of_layer`, for the LM head."""
+        """As `of_layer`, for the LM head and what else the last stage alone has."""
         return self if self.stage is None or self.stage.is_last else self._elsewhere()
 
     def _elsewhere(self) -> Weights:

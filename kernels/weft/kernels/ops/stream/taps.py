@@ -51,6 +51,11 @@ class Taps:
             place for place, wanted in zip(places, self._layers, strict=True) if wanted == layer
         ]
 
+    def before(self, layer: int) -> list[torch.Tensor]:
+        """Where the streams go that enter layers before `layer`, as `places_of`."""
+        places = self._out.chunk(len(self._layers), dim=1)
+        return [place for place, one in zip(places, self._layers, strict=True) if one < layer]
+
     def follower_of(self, first: int, count: int) -> DraftEntries | None:
         """The work that can run directly after these layers, if any."""
         ends = (min(self._layers), max(self._layers))
