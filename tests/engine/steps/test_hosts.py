@@ -137,6 +137,7 @@ def alone(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[
         *(("llama", 2, 1), ("llama", 3, 1), ("mistral", 2, 1), ("qwen3_moe", 2, 1)),
         *(("falcon_h1", 2, 1), ("llama", 2, 2), ("llama", 3, 2), ("falcon_h1", 2, 2)),
         *(("deepseek-v3", 2, 1), ("gemma3", 2, 1), ("llama int8", 2, 1), ("llama int4", 3, 1)),
+        ("qwen3_moe", 4, 2),
     ],
 )
 def test_texts_of_hosts_are_those_of_one_process(
@@ -153,7 +154,7 @@ def test_texts_of_hosts_are_those_of_one_process(
     kind, *form = name.split()
     settings = {"quantization": form[0] if form else "auto"}
     if kind in ("llama", "mistral", "qwen3_moe"):
-        make_tiny(kind, folder, seed, tokenizer=True, vocab_size=517)
+        make_tiny(kind, folder, seed, tokenizer=True, vocab_size=517, num_hidden_layers=4)
     else:
         make_any_family(kind, folder, seed)
     prompts, net, tls = random_prompts(), network(count), tls_in(tmp_path / "ca")
