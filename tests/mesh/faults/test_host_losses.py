@@ -1,5 +1,5 @@
-"""A decode worker of two hosts that loses one while it answers: its requests go on elsewhere with
-the same tokens, its processes end on all hosts, and it comes back.
+"""A decode worker of two hosts that loses one, or the network between them, while it answers: its
+requests go on elsewhere with the same tokens, its processes end on all hosts, and it comes back.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-STRIKES = ("stop 0", "kill engine 0", "kill 0", "kill 1")
+STRIKES = (
+    *("stop 0", "stop 1", "cut", "kill rank 1"),
+    *("kill engine 0", "kill 0", "kill 1"),
+)
 
 
 @pytest.mark.parametrize("strike", STRIKES)
@@ -145,12 +148,14 @@ def test_requests_go_on_when_a_host_is_lost_or_stops(
     strike: str, mesh: HostsMesh, greedy: Greedy, seed: int
 ) -> None:
     families = [mesh.family(host) for host in range(NUM_HOSTS)]
-    kind, host = strike.rsplit(maxsplit=1)
+    kind, host = strike.rsplit(maxsplit=1) if " " in strike else (strike, "1")
     struck = families[int(host)]
 
     def act() -> None:
-        if kind == "kill engine":
-            struck[1].kill()
+        if kind == "cut":
+            mesh.network.cut(1)
+        elif kind in ("kill engine", "kill rank"):
+            struck[1 if kind == "kill engine" else -1].kill()
         else:
             for process in struck:
                 process.send_signal(signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
@@ -164,6 +169,8 @@ def test_requests_go_on_when_a_host_is_lost_or_stops(
     for process in struck:
         if not has_ended(process):
             process.kill()
+    if kind == "cut":
+        mesh.network.uncut(1)
     for process in mesh.hosts:
         process.end()
     mesh.start_hosts()
