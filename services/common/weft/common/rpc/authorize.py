@@ -161,7 +161,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.ServerService/HealthGenerate": _FRONT,
     "/weft.v1.ServerService/TokenizerInfo": _FRONT,
     "/weft.v1.ServerService/Metrics": _CONSOLE,
-    **dict.fromkeys(TOKEN_CHECKED, _CONSOLE),
+    **dict.fromkeys(sorted(TOKEN_CHECKED), _CONSOLE),
     "/weft.v1.TrainerService/GenerateTokens": _FRONT,
     "/weft.v1.TrainerService/ContinueTokens": _FRONT,
     # The gateway itself checks who may watch, and who may change something.
@@ -209,7 +209,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     # A false report would free pages that a write may still reach.
     "/weft.v1.WorkerService/ReportExit": OPERATORS,
     # These are served on a separate port, and need its token.
-    **dict.fromkeys(RELAYED, OPERATORS),
+    **dict.fromkeys(sorted(RELAYED), OPERATORS),
     "/weft.v1.AdminService/DumpState": OPERATORS,
     "/weft.v1.AdminService/InjectFault": OPERATORS,
     "/weft.v1.AdminService/ListFaults": OPERATORS,
