@@ -309,3 +309,4 @@ async def test_images_of_tool_results_become_a_text(mesh: Harness) -> None:
         mesh, "ChatCompletions", {"messages": [{"role": "user", "content": parts}]}
     )
     assert error.param == "messages[0].content[1].type"
+    assert f"`{mesh.app.model.name}` takes no images" in error.message

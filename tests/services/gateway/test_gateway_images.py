@@ -438,7 +438,7 @@ async def test_damaged_images_of_tools_become_a_text(mesh: Harness) -> None:
     assert [piece.partition("]")[0] for piece in told] == [
         "It is no image that can be read; give one of JPEG, PNG, WEBP, GIF.",
         "It must have the form data:image/...;base64,....",
-        "It is damaged: OSError.",
+        "It is damaged or cut off: it begins as PNG, but its pixels cannot be decoded.",
     ]
     assert f"GIF.]{WIDE_TEXT}[The tool" in text
     assert f"User:{COARSE_TEXT}<end" in text

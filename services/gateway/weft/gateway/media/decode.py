@@ -73,8 +73,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
     try:
         image.load()
         image = _opaque(image)
-    except Exception as error:  # as above
-        raise BadFile(f"is damaged: {type(error).__name__}") from None
+    except Exception:  # as above
+        raise BadFile(
+            f"is damaged or cut off: it begins as {image.format}, but its pixels cannot be decoded"
+        ) from None
     turn = _TRANSPOSED.get(orientation)
     return image if turn is None else image.transpose(turn)
 

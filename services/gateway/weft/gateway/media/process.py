@@ -98,8 +98,8 @@ def _video(
             media = form.process(images, chosen, grid, times)
     except BadFile:
         raise
-    except Exception as error:  # FFmpeg's errors are of many kinds.
-        raise BadFile(f"is damaged: {type(error).__name__}") from None
+    except Exception:  # FFmpeg's errors are of many kinds.
+        raise BadFile("is damaged or cut off: its frames cannot be decoded") from None
     return (*grid, *times), media
 
 

@@ -125,9 +125,9 @@ class ModelCard:
 
     @property
     def unread(self) -> Mapping[FileKind, str]:
-        """The kinds of media that it does not take, and why not; empty: it is not made for them."""
+        """The kinds of media that it does not take, and why not."""
         problems: Mapping[FileKind, str] = {
-            "image": self.images_problem,
+            "image": self.images_problem or f"the model `{self.name}` takes no images",
             "audio": self.audio_problem or f"the model `{self.name}` does not hear",
             "video": self.videos_problem or f"the model `{self.name}` takes no videos",
         }

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.gateway.request import ChatPrompt, FileKind, MediaFile
-from weft.gateway.validate import unsupported
+from weft.gateway.validate import invalid
 from weft.gateway.warnings import warn
 
 Part = Mapping[str, Any]
@@ -65,8 +65,7 @@ def without_unread(prompt: ChatPrompt, unread: Mapping[FileKind, str], reads: st
     file that a tool has returned.
 
     Args:
-        unread: The kinds that it does not take, and why not; an empty text: it is not made for
-            them.
+        unread: The kinds that it does not take, and why not.
         reads: What it does take, for that text.
 
     Raises:
@@ -94,7 +93,7 @@ def without_unread(prompt: ChatPrompt, unread: Mapping[FileKind, str], reads: st
                 continue
             what = f"content `{file.kind[:80]}`"
             if not file.is_of_tool:
-                raise unsupported(file.type_param, f"{what}: {problem}" if problem else what)
+                raise invalid(file.type_param, f"{what} cannot be read: {problem}; leave it out")
             warn(file.type_param.removesuffix(".type"), f"left out ({what})")
             parts.append(text_part(instead_of(file.kind, reads)))
         is_text = all(part["type"] == "text" for part in parts)
