@@ -41,6 +41,7 @@ import torch
 from harness import Harness, Run, in_turns, ratio_of, spread, timed
 from safetensors.torch import load_file, save_file
 from weft.checkpoint.hub import HubName, pull
+from weft.contract.errors import WeftError
 from weft.contract.messages import Inbox
 from weft.contract.request import StopCriteria
 from weft.contract.start_work import START_WORK
@@ -194,12 +195,16 @@ def offer_weights(folder: Path, device: str) -> None:
     """
     loaded = load_model(folder, "bfloat16", device)
     offered, began = OfferedWeights(0), time.monotonic()
+    try:
+        ranks = [offered.offer(loaded.packed, loaded.digest)]
+    except WeftError as error:
+        raise SystemExit(f"weights cannot be offered: {error}; choose other --ways") from None
     offer = WeightOffer(
         model_digest=loaded.digest,
         start_digest=loaded.packed.origin.digest,
         files=loaded.packed.origin.files,
         version="",
-        ranks=[offered.offer(loaded.packed, loaded.digest)],
+        ranks=ranks,
     )
     print(f"offered after {time.monotonic() - began:.2f} s", file=sys.stderr)
     print(offer.to_json(), flush=True)
@@ -232,8 +237,11 @@ def peer_of(folder: Path, device: str, at: Path) -> Iterator[dict[str, str]]:
     with subprocess.Popen(command, text=True, **pipes) as source:
         assert source.stdin is not None
         assert source.stdout is not None
+        offered = source.stdout.readline()
+        if not offered:
+            raise SystemExit("no process offers its weights; its message is above")
         offer = at / "offer.json"
-        offer.write_text(source.stdout.readline())
+        offer.write_text(offered)
         try:
             yield {OFFER: str(offer)}
         finally:
