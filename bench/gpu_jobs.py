@@ -1,6 +1,6 @@
 """Runs lists of jobs on the GPUs of one machine, within a number of seconds.
 
-    python bench/gpu_jobs.py bench/jobs/hosts.txt --seconds 560 --out build/jobs
+    python bench/gpu_jobs.py bench/jobs/hosts.txt --seconds 560
 
 A line of a list has a name, cards, the seconds that the job may take, and a command:
 
@@ -10,8 +10,8 @@ A line of a list has a name, cards, the seconds that the job may take, and a com
     moe      0,shared  60   python -m pytest tests/gpu/kernels/test_gpu_moe.py
 
 Cards are digits; `any` is any one card and `-` is none. A job has its cards for itself, apart from
-`shared` ones, which share a card and have caches of kernels of their own; `shared,warm` ones use
-the common cache. Jobs start in the order of the list as soon as their cards are free. A later job
+`shared` ones, which share a card and have caches of kernels of their own. Jobs without cards run
+one after another. Jobs start in the order of the list as soon as their cards are free. A later job
 passes a waiting one only where it does not delay it. A job that cannot end in time is not started.
 No shell reads a command: it may begin with settings of its environment, and `$OUT` and other
 variables are replaced. What a job leaves running is killed, in other process groups as well.
@@ -58,7 +58,12 @@ harness = Harness(__file__, __doc__)
 harness.flag("lists", type=Path, nargs="+", metavar="LIST", help="files of jobs")
 harness.flag("--seconds", type=float, default=560.0, help="until all has ended and is packed")
 out = Path(os.environ.get("OUT", "build/gpu-jobs"))
-harness.flag("--out", type=Path, default=out, help="a new or empty folder (default: $OUT)")
+harness.flag(
+    "--out",
+    type=Path,
+    default=out,
+    help="a new or empty folder (default: $OUT, else build/gpu-jobs)",
+)
 harness.flag("--names", nargs="+", metavar="NAME", help="of the jobs that run (default: all)")
 harness.flag("--cards", type=int, help="of this machine (default: as nvidia-smi says)")
 harness.flag("--beside", type=int, default=6, help="shared jobs of a card")
@@ -75,7 +80,6 @@ class Job:
     settings: dict[str, str]
     """Of its environment."""
     is_shared: bool
-    is_warm: bool
 
     def places(self, num_cards: int) -> list[tuple[str, ...]]:
         """The sets of cards that it may have; none on a machine with too few."""
@@ -97,16 +101,15 @@ def parse_job(line: str) -> Job:
     is_set = cards.isdigit() and len({*cards}) == len(cards)
     if not is_set and cards not in (NO_CARD, ANY_CARD):
         raise ValueError(f"cards are digits, {ANY_CARD!r} or {NO_CARD!r}, not {cards!r}")
-    if not {*marks} <= {"shared", "warm"} or not seconds.isdigit():
-        raise ValueError("after the cards, `shared` or `warm`, then whole seconds")
+    if marks not in ([], ["shared"]) or not seconds.isdigit():
+        raise ValueError("after the cards, `,shared` or nothing, then whole seconds")
     command, settings = shlex.split(text), dict[str, str]()
     while command and (found := re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.*)", command[0])):
         settings[found[1]] = found[2]
         del command[0]
     if not command:
         raise ValueError("no command after the settings of the environment")
-    is_shared, is_warm = ("shared" in marks), ("warm" in marks)
-    return Job(name, cards, float(seconds), command, settings, is_shared, is_warm)
+    return Job(name, cards, float(seconds), command, settings, is_shared=bool(marks))
 
 
 @harness.check
@@ -200,7 +203,7 @@ def start(job: Job, cards: tuple[str, ...], out: Path, caches: Path) -> Started:
         "CUDA_VISIBLE_DEVICES": ",".join(card for card in cards if card != NO_CARD),
         MARK: mark_of(job),
     }
-    if job.is_shared and not job.is_warm:
+    if job.is_shared:
         environment["TRITON_CACHE_DIR"] = str(caches / job.name)
     for name, value in job.settings.items():
         environment[name] = Template(value).substitute(environment)
@@ -325,7 +328,7 @@ def work_off(board: Board, waiting: list[Job], report: Report, out: Path, caches
             report.ended(one, over[one.process.pid])
         for job in list(waiting):
             if not job.places(board.num_cards):
-                report.not_run(job, f"{board.num_cards} cards")
+                report.not_run(job, f"the machine has {board.num_cards} cards")
             elif now_s + job.seconds > board.end_s:
                 report.not_run(job, "too little time")
             else:

@@ -71,7 +71,6 @@ def test_jobs_are_run_and_packed(tmp_path: Path) -> None:
         f"both    01          20    X='a b' {sleep} 0.1 $CUDA_VISIBLE_DEVICES $X",
         f"none    -           20    {sleep} 0 '$CUDA_VISIBLE_DEVICES'",
         f"shared  1,shared    20    {sleep} 0 $TRITON_CACHE_DIR",
-        f"warm    1,shared,warm 20  {sleep} 0 $TRITON_CACHE_DIR",
         "wrong    any         20    python -c 'raise SystemExit(3)'",
         "absent   any         20    no-such-program",
         "unset    any         20    true $NOT_SET",
@@ -89,7 +88,7 @@ def test_jobs_are_run_and_packed(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     states = {name: row["state"] for name, row in rows_of(tmp_path).items()}
-    assert states.pop("third") == "not run: 2 cards"
+    assert states.pop("third") == "not run: the machine has 2 cards"
     assert states.pop("long") == "not run: too little time"
     assert "no-such-program" in states.pop("absent")
     assert "NOT_SET" in states.pop("unset")
@@ -100,7 +99,6 @@ def test_jobs_are_run_and_packed(tmp_path: Path) -> None:
     assert texts["first.log"] == "0\n"
     assert texts["both.log"] == "0,1 a b\n"
     assert texts["none.log"] == "\n"
-    assert texts["warm.log"] == "common\n"
     assert texts["shared.log"] not in ("common\n", "\n")
     assert texts["result.json"] == "{}\n"
 
