@@ -410,7 +410,9 @@ async def hit_share(mesh: TinyMesh, prompts: list[tuple[int, ...]]) -> float:
                 token_ids=common_pb2.TokenIds(ids=prompt),
                 stop=common_pb2.StopCriteria(max_tokens=1),
             )
-            async for message in stub.Complete(request, timeout=60):
+            # The connection may still wait for its next attempt, as keep_asking's failed ones.
+            call = stub.Complete(request, timeout=60, wait_for_ready=True)
+            async for message in call:
                 for fill in message.timeline.fills:
                     if fill.source == common_pb2.FILL_SOURCE_PREFILL:
                         filled += fill.accepted_tokens
