@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from weft.chaos.fault import main
+from weft.cli.main import main
 from weft.testing.meshes.chaos_mesh import Chaos
 
 pytestmark = [
@@ -21,7 +21,7 @@ async def test_faults_are_armed_shown_and_cleared(
     state = ["--state-dir", str(chaos.mesh.logs.parent)]
 
     async def weft_fault(*arguments: str) -> tuple[int, str, str]:
-        status = await asyncio.to_thread(main, arguments)
+        status = await asyncio.to_thread(main, ["fault", *arguments])
         return status, *capsys.readouterr()
 
     service = ["--service", "prefill-0", *state]
@@ -48,6 +48,6 @@ async def test_faults_are_armed_shown_and_cleared(
 async def test_what_cannot_be_done_is_said(
     chaos: Chaos, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
 ) -> None:
-    given = [*arguments, "--state-dir", str(chaos.mesh.logs.parent)]
+    given = ["fault", *arguments, "--state-dir", str(chaos.mesh.logs.parent)]
     assert await asyncio.to_thread(main, given) == 1
     assert problem in capsys.readouterr().err

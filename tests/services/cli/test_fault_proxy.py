@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from weft.chaos.fault import main
+from weft.cli.main import main
 
 ECHO = "/test.Echo/Say"
 WAIT_S = 60.0
@@ -164,12 +164,12 @@ async def test_it_goes_on_without_input_and_ends_by_a_signal() -> None:
 def test_what_cannot_be_done_is_said(
     capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
 ) -> None:
-    assert main(["proxy", *arguments]) == 1
+    assert main(["fault", "proxy", *arguments]) == 1
     assert problem in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert main(["proxy", "localhost:1", "--listen", address]) == 1
+        assert main(["fault", "proxy", "localhost:1", "--listen", address]) == 1
     assert f"cannot listen on {address}: Address already in use" in capsys.readouterr().err
