@@ -56,6 +56,22 @@ def check(models: PeftModels, *projections: str, **settings: Any) -> None:
         unload_all(llm.engine)
 
 
+def test_a_worker_on_a_cpu_leaves_gpus_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA would take some of a GPU's memory for its process."""
+    seed = random.randrange(2**31)
+    models = make_models("llama", tmp_path, seed)
+    models.add(seed, r=8)
+
+    def begin() -> None:
+        raise AssertionError("CUDA begins")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", begin)
+    check(models, *DENSE)
+
+
 @pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
 def test_embedding_and_head(is_tied: bool, tmp_path: Path) -> None:
     seed = random.randrange(2**31)

@@ -6,6 +6,7 @@ Only the methods named `wait` block until the device has done its work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,12 @@ def host_zeros(
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A new stream for copies to a GPU; None: the device is a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """A block whose work goes to this stream; None: it runs as it would without the block."""
+    # `torch.cuda.stream(None)` would initialise CUDA for a worker on a CPU of a machine with GPUs.
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def sent(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -32,7 +32,7 @@ from weft.checkpoint.vocabularies import num_tokens
 from weft.contract.errors import AdapterError, ConfigError, ModelError
 from weft.contract.give_way import give_way
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.device_copies import copy_stream
+from weft.engine.base.device_copies import copy_stream, on_stream
 from weft.engine.executor.adapter_projections import adapted_projections
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
@@ -378,7 +378,7 @@ class LoraPool:
         """Writes all rows of a place, which no step uses, and its table entries. Returns when the
         device has them.
         """
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), on_stream(self._stream):
             for rank, tables in enumerate(self._of_ranks):
                 self._write(rank % self._num_shares, tables, place, weights)
         kinds = (self._projections[name] for name in weights.kinds)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
+from weft.engine.base.device_copies import on_stream
 from weft.engine.transfer.device_pages import DevicePages, Pages
 from weft.engine.transfer.staging_memory import register, unpin
 from weft.pages.transfer.digest import digest_pages
@@ -77,8 +79,8 @@ class CopyRows:
         row: NDArray[np.uint8] = self.rows[index].numpy()
         return row
 
-    def on_stream(self) -> torch.cuda.StreamContext:
-        return torch.cuda.stream(self._stream)
+    def on_stream(self) -> AbstractContextManager[object]:
+        return on_stream(self._stream)
 
     def wait(self) -> None:
         if self._stream is not None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from weft.contract.errors import ConfigError, Internal, ModelError
-from weft.engine.base.device_copies import sent
+from weft.engine.base.device_copies import on_stream, sent
 from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
@@ -155,7 +155,7 @@ class ExpertMoves:
 
     def _outcome(self, job: Callable[[], RankResult]) -> RankResult:
         try:
-            with torch.cuda.stream(self._stream):
+            with on_stream(self._stream):
                 result = job()
                 if self._stream is not None:
                     self._stream.synchronize()

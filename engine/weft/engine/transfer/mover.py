@@ -29,7 +29,7 @@ from functools import partial
 import numpy as np
 import torch
 from weft.contract.errors import ConfigError
-from weft.engine.base.device_copies import DeviceCopies, Mark
+from weft.engine.base.device_copies import DeviceCopies, Mark, on_stream
 from weft.engine.transfer.device_pages import DevicePages, Pages
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
@@ -237,14 +237,14 @@ class _Lane:
             # Higher priority than steps: the copies are short, and a peer or a request waits.
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             self.buffer = torch.empty((piece_pages, page_bytes), dtype=torch.uint8, device=device)
             self._copies = DeviceCopies(device)
 
     @contextmanager
     def begin(self, after: WorkMark | None) -> Iterator[_Lane]:
         """Context in which enqueued work follows the mark and earlier work of the lane."""
-        with self._lock, torch.cuda.stream(self._stream):
+        with self._lock, on_stream(self._stream):
             if after is not None:
                 after.hold(self._stream)
             yield self

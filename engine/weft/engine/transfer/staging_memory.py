@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
 from weft.contract.pages import StagingPages
+from weft.engine.base.device_copies import on_stream
 from weft.kernels.shared.memory import huge_zeros
 from weft.pages.transfer.device_memory import DeviceMemory
 from weft.pages.transfer.nixl_wire import PoolRegion, TransferError
@@ -220,12 +221,12 @@ class _DeviceBytes:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             found: NDArray[np.uint8] = self._tensor[index].cpu().numpy()
         return found
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             self._tensor[index] = torch.from_numpy(np.array(value, np.uint8)).to(
                 self._tensor.device
             )
