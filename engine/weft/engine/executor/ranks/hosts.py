@@ -271,7 +271,8 @@ class HostRanks(RankLeader):
         """Runs in a separate thread. Ends the group when the connection to a host is lost."""
         lost: Sequence[int] = ()
         while not lost and not self._group.is_stopped:
-            lost = self._group.await_loss(_WATCH_S)
+            # Often enough that no other host takes this one for silent.
+            lost = self._group.await_loss(min(_WATCH_S, self._limit_s / 4))
             if self._is_ready:
                 self._beat()
         if not lost or (self._group.is_stopped and not self._is_lost):
@@ -285,7 +286,8 @@ class HostRanks(RankLeader):
     def _beat(self) -> None:
         """Tells the other hosts that this process runs."""
         for beat in self._beats:
-            with contextlib.suppress(OSError):  # One that is lost or stopped is found by its steps.
+            # Steps find a host that is lost, or so slow that there is no room for a beat.
+            with contextlib.suppress(OSError):
                 beat.settimeout(0.0)
                 beat.send(b"\0")
 
@@ -439,8 +441,8 @@ def join(config: EngineConfig) -> Joined:
 
 
 def end_when_silent(beats: socket.socket, group: HostGroup, limit_s: float) -> None:
-    """Ends the group, in a thread, once host 0 is silent for so long: the system of a host answers
-    for processes that are stopped.
+    """Starts a thread that ends the group once host 0 has sent no beat for `limit_s`. Connections
+    alone do not show that its process is stopped, for which its system still answers.
     """
 
     def run() -> None:
