@@ -80,7 +80,8 @@ def test_texts_are_the_models_and_drafts_the_heads(
     load = partial(load_reference, folder)
     with llm(folder) as plain:
         expected = plain.generate_all(prompts, PARAMS, STOP)
-    # Poison lets one step of two stages be under way. Of three it comes between steps and draws.
+    # Poisoning waits for all steps under way. With two stages, that would leave but one under way;
+    # with three, it comes between a step and the draw of its tokens.
     is_poisoned = ranks.get("pp") != 2
     settings = {"draft_dir": draft_dir, "num_pages": 24, "poison_free_pages": is_poisoned}
     with llm(folder, drafter=drafter, **ranks, **settings) as drafting:

@@ -95,7 +95,8 @@ class Driver:
                 *(ctypes.byref(self._access), c_size_t(1)),
             )
         except ConfigError:
-            # Also what was mapped and cannot be accessed; it does nothing to what is not mapped.
+            # Memory that was mapped stays so if its access cannot be set. Where it was not mapped,
+            # the call fails, which changes nothing.
             self._library.cuMemUnmap(c_uint64(address), c_size_t(size))
             self._library.cuMemRelease(handle)
             raise

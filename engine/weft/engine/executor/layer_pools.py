@@ -108,8 +108,8 @@ class DeviceLayers:
             self.waits.record(group)
 
     def open_all(self) -> None:
-        # Steps wait only for copies that are enqueued, which always end. A load that is given up
-        # leaves its pages and rows to others, to which its copies must no longer get.
+        # No step needs to be let go on: steps wait only for enqueued copies, which always end. But
+        # the copies of a load that was given up must end before others get its pages and rows.
         self._stream.synchronize()
 
     def digests(self, pages: Sequence[int]) -> list[int]:

@@ -189,10 +189,9 @@ class LLM:
         inbox: Inbox | None = order
         while True:
             self._woken.clear()
-            found = replies(self.engine.turn(inbox))
+            outbox = self.engine.turn(inbox)
             inbox = None
-            if found:
-                reply = found[0]
+            for reply in replies(outbox):
                 if reply.failure is not None:
                     raise reply.failure.to_error()
                 return reply

@@ -292,7 +292,7 @@ class Stack:
         return self.norm(stream if self._copies is None else self._copies.merged(stream))
 
     def _enter(self, step: Step, taps: Taps | None = None) -> tuple[torch.Tensor, Step]:
-        """The stream as it enters this process's layers. `taps` gets what stages before have."""
+        """The stream as it enters this process's layers; `taps` gets those of earlier stages."""
         stage = self._stage
         if stage is None or stage.is_first:
             return self._embed(step)
@@ -307,7 +307,7 @@ class Stack:
         return hidden, self.turned(step)
 
     def _leave(self, stage: Stage, hidden: torch.Tensor, taps: Taps | None) -> None:
-        """Sends the stream on, and behind it what `taps` has."""
+        """Sends the next stage the stream, then the states that `taps` has so far."""
         assert stage.neighbours is not None
         tapped = [] if taps is None else taps.before(stage.layers.stop)
         stage.neighbours.send(torch.cat([hidden, *tapped]) if tapped else hidden)

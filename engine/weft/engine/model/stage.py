@@ -50,7 +50,7 @@ class Stage:
     stages share them.
     """
     has_head: bool = False
-    """Whether the last stage has a head beside the LM head, which also reads the embedding."""
+    """Whether the last stage has a further head, which also reads the embedding."""
 
     @property
     def is_first(self) -> bool:

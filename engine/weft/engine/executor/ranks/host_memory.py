@@ -91,7 +91,7 @@ def pieces_of_blocks(layouts: Sequence[CacheLayout], stage: int) -> list[PagePie
         pieces.append(PagePiece(whole, PagePart(1, 0, of_own, own)))
         of_block += sum(counts) * part.num_bytes
         of_own += own
-    # Only the last stage has rows.
+    # `rows`, once for all layers, which only the last stage has.
     of_rows = sum(part.num_bytes for part in planes[stage].rows) if planes else 0
     if of_rows:
         whole = PagePart(1, 0, of_block, of_rows)

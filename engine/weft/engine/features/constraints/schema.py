@@ -133,7 +133,7 @@ def _finite(written: str) -> float:
 def _part_of(schema: Json, part: str) -> Json:
     """What one part of a JSON pointer names. Raises LookupError if there is nothing."""
     key = part.replace("~1", "/").replace("~0", "~")
-    if isinstance(schema, list) and key.isdigit():
+    if isinstance(schema, list) and key.isdecimal():
         return schema[int(key)]
     if isinstance(schema, dict):
         return schema[key]

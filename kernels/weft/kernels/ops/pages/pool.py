@@ -41,10 +41,10 @@ class PlaneInPage(NamedTuple):
         return pool.as_strided((pool.shape[0], *shape), (pool.stride(0), *strides), begin)
 
 
-Pages = TypeVar("Pages", int, torch.Tensor)
+_Page = TypeVar("_Page", int, torch.Tensor)
 
 
-def row_in_pool(page: Pages, size: int) -> Pages:
+def row_in_pool(page: _Page, size: int) -> _Page:
     """The row of a page, or of each of several, in that of `size` pools that has it. Row 0 of each
     pool receives what no one reads.
     """

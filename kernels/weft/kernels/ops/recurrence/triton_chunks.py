@@ -41,7 +41,7 @@ class ChunkForm(NamedTuple):
     key_dim: int
     """Dk."""
     value_dim: int
-    """Dv. Triton's tuples have another `values`."""
+    """Dv. It is not called `values`, which tuples in Triton's kernels have already."""
     block_keys: int
     chunk: int
     """Rows of a chunk."""

@@ -48,7 +48,7 @@ class StatesForm(NamedTuple):
     key_dim: int
     """Dk."""
     value_dim: int
-    """Dv. Triton's tuples have another `values`."""
+    """Dv. It is not called `values`, which tuples in Triton's kernels have already."""
     block_keys: int
     """Elements of a program for a key."""
     rows: int
