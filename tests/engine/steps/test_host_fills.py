@@ -78,9 +78,10 @@ class Pair:
                 break
             time.sleep(0.1)
         own = {"pp": 2, "hosts": 2, "host_rank": 1, "rendezvous": self.proxy.proxy.address}
+        own |= {"num_threads": 1, "role": "prefill"}
         command = [*self.network.before(0), sys.executable, "-m", host_process.__name__]
         device = "eth0" if self.network.has_namespaces else "lo"
-        command += [str(folder), json.dumps(own | {"num_threads": 1}), "[]"]
+        command += [str(folder), json.dumps(own), "[]"]
         self.process = subprocess.Popen(command, env=os.environ | {"UCX_NET_DEVICES": device})
 
     def _end(self) -> None:

@@ -123,6 +123,18 @@ def leave_again(config: EngineConfig) -> None:
         time.sleep(0.5)  # So that host 0 has them all.
 
 
+def test_a_host_of_another_service_is_refused_and_the_right_one_may_come() -> None:
+    config = config_of(2)
+    with ThreadPoolExecutor(2) as threads, ExitStack() as stack:
+        leading = threads.submit(HostRanks, config)
+        why = "host 1 is of a prefill worker, host 0 of a decode worker: .* --rendezvous"
+        with pytest.raises(ConfigError, match=why):
+            join(replace(config, host_rank=1, role="prefill"))
+        right = threads.submit(join_and_agree, replace(config, host_rank=1))
+        stack.callback(leading.result(LONG_S).close)
+        assert right.result(LONG_S).config.role == "decode"
+
+
 def test_a_host_that_is_started_twice_is_refused() -> None:
     config = config_of(3)
     with ThreadPoolExecutor(4) as threads, ExitStack() as stack:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from weft.contract.request import StopCriteria
+from weft.engine.base.config import Role
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import VerifyItem
@@ -35,11 +36,13 @@ def random_prompt(length: int, vocab: int = 250) -> list[int]:
     return [random.randrange(3, vocab) for _ in range(length)]
 
 
-def settings_of(stack: ExitStack, folder: Path, hosts: int, **settings: Any) -> dict[str, Any]:
+def settings_of(
+    stack: ExitStack, folder: Path, hosts: int, role: Role = "decode", **settings: Any
+) -> dict[str, Any]:
     """Settings of a worker with this number of hosts, the others of which are started."""
     if hosts == 1:
         return {"num_threads": 1} | settings
-    return stack.enter_context(other_hosts(folder, hosts)) | settings
+    return stack.enter_context(other_hosts(folder, hosts, role=role)) | settings
 
 
 def check_shipping(
@@ -56,7 +59,7 @@ def check_shipping(
     clock = ManualClock()
     with ExitStack() as stack:
         of_owner = settings_of(stack, folder, **owner) | way
-        of_filler = settings_of(stack, folder, **filler) | way
+        of_filler = settings_of(stack, folder, role="prefill", **filler) | way
         pair = EnginePair(
             make_engine(folder, "decode", clock, **of_owner),
             [make_engine(folder, "prefill", clock, worker_id="p0", **of_filler)],
@@ -141,7 +144,7 @@ def test_an_mtp_head_of_a_hybrid_goes_on_from_what_another_worker_sent(
     clock, head = ManualClock(), {"transport": "data", "mtp_head": True}
     with ExitStack() as stack:
         of_owner = settings_of(stack, folder, owner) | head
-        of_filler = settings_of(stack, folder, filler) | head
+        of_filler = settings_of(stack, folder, filler, "prefill") | head
         pair = EnginePair(
             make_engine(folder, "decode", clock, drafter="mtp", draft_gate="fixed", **of_owner),
             [make_engine(folder, "prefill", clock, worker_id="p0", **of_filler)],

@@ -249,6 +249,7 @@ def test_hosts_that_differ_are_refused_by_name(
 
 STRANGERS: list[tuple[dict[str, Any], str]] = [
     ({"version": "0.0.1"}, "host 1 runs version 0.0.1, host 0"),
+    ({"role": "prefill"}, "host 1 is of a prefill worker, host 0 of a decode worker"),
     ({"hosts": 3}, "host 1 has --hosts 3, host 0 has 2"),
     ({"host_rank": 2}, "--host-rank 2: must be from 1 to 1"),
     ({"host_rank": [1]}, "must be from 1 to 1"),
@@ -273,7 +274,7 @@ def test_what_is_no_host_of_this_engine_is_refused_and_others_come(
         await_listener(*address)
         for changed, why in STRANGERS:
             right = {"kind": "link", "host_rank": 1, "hosts": 2, "version": version()}
-            right |= {"device": "cpu"}
+            right |= {"device": "cpu", "role": "decode"}
             with socket.create_connection(address, LATE_S) as stranger:
                 send_message(stranger, right | {"rows_at": [address[0], 1]} | changed)
                 assert why in receive_message(stranger)["error"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from weft.engine.base.config import Role
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.other_hosts import other_hosts
 from weft.testing.engine.ranked_pages import PAGE, SIZES, new_prompt
@@ -55,7 +56,8 @@ def test_a_prompt_is_shipped_to_and_from_several_hosts(
     settings: dict[str, Any] = SIZES | {"transport": transport, "checkpoint_tokens": 4 * PAGE}
     clock = ManualClock()
     with ExitStack() as stack:
-        hosts = stack.enter_context(other_hosts(folder, 2, devices=DEVICES))
+        role: Role = "decode" if owns else "prefill"
+        hosts = stack.enter_context(other_hosts(folder, 2, devices=DEVICES, role=role))
         one = settings | {"device": DEVICES[0]}
         of_owner, of_filler = (settings | hosts, one) if owns else (one, settings | hosts)
         pair = EnginePair(

@@ -1,7 +1,7 @@
 """Ranks on several hosts: how the first ranks of hosts meet, and what rank 0 has of the others.
 
 host i                                   host 0
-connects to the rendezvous: a link    -> checks version, hosts, number
+connects to the rendezvous: a link    -> checks version, role, hosts, number
 connects again for each of frames,    -> waits for all hosts
 memory, writes and beats
                                       <- settings, and where the next stage listens
@@ -317,6 +317,11 @@ def _why_not(config: EngineConfig, told: Mapping[str, Any], numbers: Collection[
     number = told.get(_NUMBER)
     if told.get("version") != version():
         return f"host {number} runs version {told.get('version')}, host 0 {version()}"
+    if told.get("role") != config.role:
+        return (
+            f"host {number} is of a {told.get('role')} worker, host 0 of a {config.role} worker: "
+            "give each worker a --rendezvous of its own"
+        )
     if told.get("hosts") != config.hosts:
         return f"host {number} has --hosts {told.get('hosts')}, host 0 has {config.hosts}"
     device, own = told.get("device"), _kind_of(config)
@@ -403,6 +408,7 @@ def join(config: EngineConfig) -> Joined:
                 _NUMBER: number,
                 "hosts": config.hosts,
                 "version": version(),
+                "role": config.role,
                 "device": _kind_of(config),
                 _ROWS_AT: rows_at,
             }

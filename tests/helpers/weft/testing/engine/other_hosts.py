@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli.up.ports import free_ports
+from weft.engine.base.config import Role
 from weft.testing.engine import host_process
 from weft.testing.engine.host_network import Network
 
 
 @contextmanager
 def other_hosts(
-    folder: Path, count: int, network: Network | None = None, devices: Sequence[str] = ()
+    folder: Path,
+    count: int,
+    network: Network | None = None,
+    devices: Sequence[str] = (),
+    role: Role = "decode",
 ) -> Iterator[dict[str, Any]]:
     """Starts them for a model; the value is the settings of host 0. Close its engine first.
 
@@ -32,7 +37,7 @@ def other_hosts(
     try:
         for host in range(1, count):
             device = {"device": devices[host]} if devices else {}
-            own = json.dumps(settings | {"host_rank": host} | device)
+            own = json.dumps(settings | {"host_rank": host, "role": role} | device)
             command = [] if network is None else network.before(host)
             command += [sys.executable, "-m", host_process.__name__, str(folder), own, "[]"]
             processes.append(subprocess.Popen(command))
