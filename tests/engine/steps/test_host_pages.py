@@ -97,12 +97,15 @@ def test_a_prompt_is_shipped_from_several_hosts_to_one(
         ({"hosts": 2}, {"hosts": 3}),
         ({"hosts": 1}, {"hosts": 2, "tp": 2}),
         ({"hosts": 2, "tp": 2}, {"hosts": 1, "pp": 2}),
+        ({"hosts": 3, "tp": 2}, {"hosts": 4}),
+        ({"hosts": 4}, {"hosts": 3, "tp": 2}),
     ],
 )
 def test_a_prompt_is_shipped_between_any_numbers_of_hosts(
     owner: dict[str, Any], filler: dict[str, Any], way: dict[str, Any], tmp_path: Path, seed: int
 ) -> None:
-    folder = make_tiny("qwen3", tmp_path / "model", seed, num_attention_heads=8)
+    shape = {"num_attention_heads": 8, "num_hidden_layers": 4}
+    folder = make_tiny("qwen3", tmp_path / "model", seed, **shape)
     check_shipping(folder, tmp_path, owner, filler, way)
 
 

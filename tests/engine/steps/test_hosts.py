@@ -137,7 +137,7 @@ def alone(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[
         *(("llama", 2, 1), ("llama", 3, 1), ("mistral", 2, 1), ("qwen3_moe", 2, 1)),
         *(("falcon_h1", 2, 1), ("llama", 2, 2), ("llama", 3, 2), ("falcon_h1", 2, 2)),
         *(("deepseek-v3", 2, 1), ("gemma3", 2, 1), ("llama int8", 2, 1), ("llama int4", 3, 1)),
-        ("qwen3_moe", 4, 2),
+        *(("llama", 4, 1), ("qwen3_moe", 4, 2)),
     ],
 )
 def test_texts_of_hosts_are_those_of_one_process(

@@ -138,7 +138,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 STRIKES = (
-    *("stop 0", "stop 1", "cut", "kill rank 1"),
+    *("stop 0", "stop 1", "cut", "kill rank 0", "kill rank 1"),
     *("kill engine 0", "kill 0", "kill 1"),
 )
 
