@@ -1,5 +1,5 @@
-"""A mesh whose prefill worker has two hosts, each of which writes its share of pages, and the end
-of the second while prompts are filled.
+"""Meshes of workers with hosts. A prefill worker's hosts each write their share of pages, and the
+second ends while prompts are filled. A decode worker's pages are in a KV store, and come back.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,43 @@ NUM_NEW, NUM_PROMPTS = 8, 12
 
 
 class HostsMesh(TinyMesh):
-    def __init__(self, folder: Path) -> None:
+    """One worker of `role` has several hosts.
+
+    Args:
+        others: Arguments of the other role's workers; None: there are none.
+        settings: Of the worker with hosts.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        role: str,
+        hosts: int,
+        *flags: str,
+        others: tuple[str, str] | None = None,
+        settings: str = "",
+    ) -> None:
         (port,) = free_ports("127.0.0.1", 1)
-        self._joined = ["--pp", "2", "--hosts", "2", "--rendezvous", f"127.0.0.1:{port}"]
-        of_prefill = " ".join([*self._joined, "--host-rank", "0", "--rank-timeout-s", "30"])
-        flags = ("--local-prefill-max-tokens", "0", "--prefill-args", of_prefill)
-        self._other: subprocess.Popen[bytes] | None = None
-        super().__init__(folder, *flags, "--decode-args", PATIENT, shape={"num_hidden_layers": 2})
+        count = str(hosts)
+        self._role, self._numbers = role, range(1, hosts)
+        self._joined = ["--pp", count, "--hosts", count, "--rendezvous", f"127.0.0.1:{port}"]
+        own = " ".join([*self._joined, "--host-rank", "0", "--rank-timeout-s", "30", settings])
+        self._others: list[subprocess.Popen[bytes]] = []
+        more = (f"--{role}-args={own}", *flags)
+        if others is not None:
+            more += (f"--{others[0]}-args", others[1])
+        super().__init__(folder, *more, shape={"num_hidden_layers": hosts})
 
-    def start_other(self) -> None:
-        command = [*WEFT, "serve", "prefill", "--model-dir", str(self.model_dir)]
-        self._other = subprocess.Popen([*command, *self._joined, "--host-rank", "1"])
+    def start_others(self) -> None:
+        command = [*WEFT, "serve", self._role, "--model-dir", str(self.model_dir), *self._joined]
+        self._others = [
+            subprocess.Popen([*command, "--host-rank", str(number)]) for number in self._numbers
+        ]
 
-    def kill_other(self) -> None:
-        if self._other is not None:
-            self._other.kill()
-            self._other.wait()
+    def kill_others(self) -> None:
+        for other in self._others:
+            other.kill()
+            other.wait()
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}
@@ -47,16 +69,22 @@ class HostsMesh(TinyMesh):
         return answer
 
 
-@pytest.fixture
-def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[HostsMesh]:
-    mesh = HostsMesh(tmp_path)
+@contextmanager
+def running(mesh: HostsMesh) -> Iterator[HostsMesh]:
     try:
-        mesh.start_other()
+        mesh.start_others()
         mesh.wait_ready()
         yield mesh
     finally:
-        mesh.kill_other()
+        mesh.kill_others()
         mesh.stop()
+
+
+@pytest.fixture
+def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[HostsMesh]:
+    flags, others = ("--local-prefill-max-tokens", "0"), ("decode", PATIENT)
+    with running(HostsMesh(tmp_path, "prefill", 2, *flags, others=others)) as mesh:
+        yield mesh
 
 
 def check_fill(mesh: HostsMesh, greedy: Greedy) -> None:
@@ -76,11 +104,11 @@ def test_a_prefill_worker_of_two_hosts_fills_and_ends_with_its_second_host(mesh:
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(mesh.ask, prompt) for prompt in prompts]
         asked[1].result()
-        mesh.kill_other()
+        mesh.kill_others()
         for prompt, one in zip(prompts, asked, strict=True):
             text = greedy.text(greedy.ids(prompt, NUM_NEW))
             assert one.result()["choices"][0]["text"] == text
-    mesh.start_other()
+    mesh.start_others()
 
     def is_back() -> bool:
         ready = mesh.ready_file("prefill-0")
@@ -90,3 +118,36 @@ def test_a_prefill_worker_of_two_hosts_fills_and_ends_with_its_second_host(mesh:
     assert "rank 1" in mesh.log("prefill-0")
     mesh.wait_ready()
     check_fill(mesh, greedy)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_store_has_the_pages_of_a_decode_worker_of_three_hosts(
+    tp: int, tmp_path: Path, rest_binary: Path
+) -> None:
+    flags = ("--prefill", "0", "--kvstore", "1", "--local-prefill-max-tokens", "1000000")
+    settings = f"--tp {tp} --load-back-threshold 0 --kv-memory-bytes 16777216 {PATIENT}"
+    with running(HostsMesh(tmp_path, "decode", 3, *flags, settings=settings)) as mesh:
+        mesh.wait_healthy()
+        greedy = Greedy(mesh.model_dir)
+        prompt = greedy.prompt(200, NUM_NEW)
+        text = greedy.text(greedy.ids(prompt, NUM_NEW))
+        assert mesh.ask(prompt)["choices"][0]["text"] == text
+
+        def num_stored() -> int:
+            return int(mesh.load_now("decode-0").counters["store_stored_pages"])
+
+        wait_until(lambda: num_stored() >= len(prompt) // 16, 60)
+        fills: list[Any] = []
+
+        def is_of_store() -> bool:
+            """The store is asked for 80 ms at most, which a busy machine may miss."""
+            mesh.flush("decode-0")
+            answer = mesh.ask(prompt)
+            assert answer["choices"][0]["text"] == text
+            fills[:] = answer["weft"]["timeline"].get("fills", ())
+            return bool(fills)
+
+        wait_until(is_of_store, 60)
+        (fill,) = fills
+        assert fill["source"] == "FILL_SOURCE_KVSTORE"
+        assert fill["end_token"] == len(prompt) // 16 * 16
