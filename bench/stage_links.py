@@ -16,6 +16,9 @@ the system's are beside one of 8,192 tokens.
 bounded device, but sleep in place of computing. It compares steps with as many under way as a
 decode worker has and as a prefill worker has, with rows that travel meanwhile and with rows for
 which stages wait, as shares of the steps that one stage makes alone.
+
+`against` compares prompts of two hosts with those of one, over links of 25 Gbit/s and less. Each
+host computes on one core, with as many steps under way as a prefill worker has.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ CHUNK, PROMPT, NUM_PROMPTS = 512, 1024, 8
 GPU_CHUNK = 8192
 LINK_BITS = 25e9
 UNBOUNDED_BITS = 400e9
+BOUNDED_BITS = (LINK_BITS, 1e9, 1e7)
+SHORT_PROMPT = 512
 RATES = {"llama-3.1-8b": 75_391, "llama-3.1-70b": 8_321}
 """Prompt tokens a second of two H200s in bfloat16."""
 SMALL_BUFFERS = "net.ipv4.tcp_wmem=4096 16384 65536"
@@ -89,11 +94,20 @@ def settings_of(here: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def prompt_rate(llm: LLM, network: Network, bits_per_s: float) -> float:
-    """Prompt tokens a second over a link of this rate."""
+def bound(network: Network, bits_per_s: float) -> None:
     if not network.shape(1, bits_per_s):
         raise SystemExit("needs root, network namespaces and tc's token buckets")
-    return NUM_PROMPTS * PROMPT / run_batch(llm, NUM_PROMPTS, PROMPT, 1).first_token_s
+
+
+def rate_of(llm: LLM, length: int) -> float:
+    """Prompt tokens a second."""
+    return NUM_PROMPTS * length / run_batch(llm, NUM_PROMPTS, length, 1).first_token_s
+
+
+def prompt_rate(llm: LLM, network: Network, bits_per_s: float) -> float:
+    """Prompt tokens a second over a link of this rate."""
+    bound(network, bits_per_s)
+    return rate_of(llm, PROMPT)
 
 
 @harness.part
@@ -199,8 +213,7 @@ def paced(run: Run) -> None:
     subprocess.run([*network.before(1), "sysctl", "-qw", SMALL_BUFFERS], check=True)
     for share in run.options.shares:
         wire_s = share * STEP_S
-        if not network.shape(1, 8 * 4 * ROWS[0] * ROWS[1] / wire_s):
-            raise SystemExit("needs tc's token buckets")
+        bound(network, 8 * 4 * ROWS[0] * ROWS[1] / wire_s)
         for role, lanes in (("decode", 2), ("prefill", 3)):
             ways = {
                 way: partial(paced_steps, network, lanes, way) for way in ("meanwhile", "waiting")
@@ -215,6 +228,34 @@ def paced(run: Run) -> None:
                 gain=ratio_of(found["meanwhile"], found["waiting"]),
                 expected=min(1.0, lanes / (2 + share)),
             )
+
+
+@harness.part
+def against(run: Run) -> None:
+    """Prompts of two hosts, as shares of those of one."""
+    folder = write_config(Path(run.stack.enter_context(tempfile.TemporaryDirectory())), HERE)
+    network = Network(2, run.stack)
+    run.stack.enter_context(mock.patch.object(build, "lanes_of", lambda config: config.pp + 1))
+    here = run.stack.enter_context(other_hosts(folder, 2, network))
+    two = run.stack.enter_context(LLM(folder, **settings_of(here)))
+    one = run.stack.enter_context(LLM(folder, **settings_of({"num_threads": 1})))
+    gc.collect()
+
+    def of_two(bits_per_s: float) -> float:
+        bound(network, bits_per_s)
+        return rate_of(two, SHORT_PROMPT)
+
+    ways = {"one": partial(rate_of, one, SHORT_PROMPT)}
+    ways |= {f"{bits:g}": partial(of_two, bits) for bits in BOUNDED_BITS}
+    found = in_turns(ways, run.options.repeats)
+    for bits in BOUNDED_BITS:
+        run.row(
+            table="against: prompts of two hosts of one core each, and of one",
+            mbit_s=bits / 1e6,
+            tok_s=spread(found[f"{bits:g}"]),
+            one_tok_s=spread(found["one"]),
+            of_one=ratio_of(found[f"{bits:g}"], found["one"]),
+        )
 
 
 def computed(run: Run, each: float) -> None:
