@@ -101,7 +101,7 @@ class Streams:
         self.lost: list[common_pb2.LostAttempt] = []
 
     async def run(self, act: Callable[[], None] = lambda: None) -> None:
-        """Does something once each stream has brought some tokens."""
+        """Reads all streams to their ends, and calls `act` once each has brought some tokens."""
         async with grpc.aio.insecure_channel(self._mesh.gateway) as channel:
             stub: gateway_pb2_grpc.GatewayServiceAsyncStub
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)

@@ -156,7 +156,7 @@ class Weights:
         return self if is_here else self._elsewhere()
 
     def of_head(self) -> Weights:
-        """As `of_layer`, for the LM head and what else the last stage alone has."""
+        """As `of_layer`, for the LM head and the other weights that only the last stage has."""
         return self if self.stage is None or self.stage.is_last else self._elsewhere()
 
     def _elsewhere(self) -> Weights:
