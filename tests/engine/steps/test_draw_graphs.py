@@ -55,7 +55,7 @@ class States:
         self.rows = torch.randn(64, HIDDEN)
         self.kept = torch.zeros(SLOTS + 1, HIDDEN)
 
-    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor, states: None) -> None:
         """See `DraftedModel.keep_accepted`."""
         self.kept[slots] = self.rows[rows]
 

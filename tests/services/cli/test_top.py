@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from weft.cli.top.command import main
+from weft.cli.main import main
 from weft.common.mesh import NOT_ASKED
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import gateway
@@ -90,7 +90,7 @@ async def test_one_picture_comes_although_the_stream_ends_early(
     mesh_pb2_grpc.add_MeshServiceServicer_to_server(Ending(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    flags = ["--address", address, "--once", "--json", "--interval", "60"]
+    flags = ["top", "--address", address, "--once", "--json", "--interval", "60"]
     try:
         assert await asyncio.to_thread(main, flags) == 0
         found = json.loads(capsys.readouterr().out)

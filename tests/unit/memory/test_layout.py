@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -70,12 +71,12 @@ def test_a_models_layout(shape: Shape, draft: bytes, text: str, page_bytes: int)
     planes = [(shape.heads, shape.dim, list(range(shape.layers)))]
     config = SimpleNamespace(page_planes=[(None, planes)])
     model: Any = SimpleNamespace(stage=None, config=config, dtype=shape.dtype)
-    model.kv_layout = lambda page_size: DecoderOnlyLM.layout_of(model, None, page_size)
-    layout = model.kv_layout(shape.page_size)
+    model.layout_of = partial(DecoderOnlyLM.layout_of, model)
+    layout = model.layout_of(None, shape.page_size)
     if draft:
         head = SimpleNamespace(digest=draft, place=HeadPlace(shape.layers))
         drafted = SimpleNamespace(_target=model, head=head)
-        layout = DraftedModel.kv_layout(cast(DraftedModel, drafted), shape.page_size)
+        layout = DraftedModel.layout_of(cast(DraftedModel, drafted), None, shape.page_size)
     assert layout.describe() == text
     assert layout.page_bytes == page_bytes
     pool = torch.empty(layout.pool_shape(3), dtype=shape.dtype)

@@ -110,6 +110,15 @@ class Verifying(NamedTuple):
     num_rows: int
 
 
+class _Launched(NamedTuple):
+    """What `keep` needs of a step."""
+
+    drawing_slots: torch.Tensor
+    verifying: Verifying | None
+    states: torch.Tensor | None
+    """`DraftKeeper.states` after the step; None: no step has run since."""
+
+
 class RankPool(NamedTuple):
     """One KV pool that all ranks of an engine use."""
 
@@ -532,23 +541,16 @@ class LocalExecutor:
         tokens = torch.empty(count, dtype=torch.int64, device=self.device)
         self.keep(self._peers.share_tokens(tokens))
 
-    def keep(self, tokens: torch.Tensor) -> None:
-        self._keep_drawn(self._batches.drawing_slots, self._verifying, None, tokens)
-
     def keeping(self) -> Callable[[torch.Tensor], None]:
         """`keep` for the step that was launched last. On a CPU other steps may run before it is
         called.
         """
-        verifying, states = self._verifying, self._keeper.states
-        return partial(self._keep_drawn, self._batches.drawing_slots, verifying, states)
+        launched = _Launched(self._batches.drawing_slots, self._verifying, self._keeper.states)
+        return partial(self.keep, launched=launched)
 
-    def _keep_drawn(
-        self,
-        slots: torch.Tensor,
-        verifying: Verifying | None,
-        states: torch.Tensor | None,
-        tokens: torch.Tensor,
-    ) -> None:
+    def keep(self, tokens: torch.Tensor, launched: _Launched | None = None) -> None:
+        """`launched` is the step that drew the tokens, if others may have been launched since."""
+        slots, verifying, states = launched or (self._batches.drawing_slots, self._verifying, None)
         with torch.inference_mode():
             tokens = tokens.to(self.device, non_blocking=True)
             if verifying is not None:
