@@ -26,7 +26,7 @@ from weft.contract.errors import ConfigError, FaultsDisabled, InvalidRequest, Un
 from weft.contract.faults import BOARD, FaultSpec, FaultState
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import gateway
-from weft.v1 import admin_pb2, admin_pb2_grpc, common_pb2, gateway_pb2
+from weft.v1 import admin_pb2, admin_pb2_grpc, common_pb2, gateway_pb2, weights_pb2
 
 
 class Backend:
@@ -159,6 +159,11 @@ async def test_bounds(token_file: Path) -> None:
             request = admin_pb2.SetLogLevelRequest(level=level)  # type: ignore[arg-type]
             error = await refusal(stub.SetLogLevel(request, metadata=allowed))
             assert (type(error), error.param) == (InvalidRequest, "level")
+        # Of these gRPC would take some as files of sockets, and call others an unknown error.
+        for peer in ("\0:1", "unix:/tmp/x:1", "ipv4:1:2", "dns:", "worker", "worker:0", "[::1:80"):
+            refit = weights_pb2.RefitRequest(peer=peer)
+            error = await refusal(stub.Refit(refit, metadata=allowed))
+            assert (type(error), error.param) == (InvalidRequest, "peer")
 
 
 async def test_without_the_token_nothing_is_answered_or_logged(

@@ -17,7 +17,7 @@ from weft.common.faults import faults_to_proto
 from weft.common.rpc.authorize import OPERATORS, RELAYED, AuthorizeInterceptor
 from weft.common.rpc.errors import Context, abort
 from weft.common.rpc.interceptors import ErrorInterceptor
-from weft.common.rpc.listen import add_port
+from weft.common.rpc.listen import add_port, split_address
 from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
 from weft.contract.codec.pairs import (
@@ -267,6 +267,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if request.peer and request.folder:
             raise InvalidRequest("peer: give a folder or a peer", stage="validate", param="peer")
         if request.peer:
+            try:
+                split_address(request.peer)
+            except ValueError as error:
+                raise InvalidRequest(f"peer: {error}", stage="validate", param="peer") from error
             status = await self._backend.copy_weights(request.peer, request.version)
         else:
             status = await self._backend.command_weights(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 import grpc
 from weft.common.settings import is_loopback
 from weft.contract.errors import ConfigError
+
+_ADDRESS = re.compile(r"(\[[\w:.%]+\]|[\w.-]+):([0-9]{1,5})")
+"""A name or an address, IPv6 in brackets, and a port. gRPC would take "unix:" and others too."""
 
 
 def bracket(host: str) -> str:
@@ -20,10 +24,10 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         ValueError: It is not such an address.
     """
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None or not 0 < int(parts[2]) < 65536:
         raise ValueError(f"{address!r} is not host:port; give for example 127.0.0.1:50052")
-    return host, int(port)
+    return parts[1], int(parts[2])
 
 
 def add_port(
