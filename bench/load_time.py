@@ -193,6 +193,8 @@ def offer_weights(folder: Path, device: str) -> None:
     """Loads the model, prints its `WeightOffer`, and keeps it until nobody writes to this process
     any more.
     """
+    if ":" in device:
+        torch.cuda.set_device(device)
     loaded = load_model(folder, "bfloat16", device)
     offered, began = OfferedWeights(0), time.monotonic()
     try:

@@ -11,7 +11,7 @@ ASKS = re.compile(r"\bis_cuda\b|\bdevice\.type\b")
 
 # Streams, and the size, pinning and registration of memory, differ by device, not by operation.
 ASK = {
-    "base": "device_copies device_memory packing",
+    "base": "device_copies device_memory device_threads packing",
     "executor": "adapter_rows alignment device device_pool draw_graphs embeddings expert_counts "
     "expert_moves kv_format layer_pools local media_warm_up peer_weights routes shared_tensors "
     "weight_groups",

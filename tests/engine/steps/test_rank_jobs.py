@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from weft.contract.errors import ConfigError, Internal
 from weft.engine.executor.rank_jobs import RankJobs, RankResult, of_one_rank
 from weft.engine.executor.ranks.leader import RankLeader
@@ -20,6 +21,7 @@ from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup
 
 LONG_S = 60.0
+CPU = torch.device("cpu")
 RIGHT = RankResult().to_message()
 
 
@@ -89,7 +91,7 @@ def test_results_of_all_ranks_are_joined(seed: int) -> None:
     ):
         with two_ranks() as (leader, other):
             RankLink(other).send(others.to_message())
-            assert result_of(RankJobs("test", leader.combine), own) == wanted
+            assert result_of(RankJobs("test", CPU, leader.combine), own) == wanted
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_a_rank_that_answers_with_something_else_is_a_problem(answer: Any) -> No
         else:
             body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             other.sendall(struct.pack("<I", len(body)) + body)
-        found = result_of(RankJobs("test", leader.combine), RankResult(digest=b"new"))
+        found = result_of(RankJobs("test", CPU, leader.combine), RankResult(digest=b"new"))
     assert found.problem == "rank 1 is gone, or answered with something else"
     assert (found.reason, found.is_mixture) == (ConfigError.reason, True)
 
@@ -129,6 +131,6 @@ def test_a_job_whose_results_cannot_be_joined_has_a_result() -> None:
     """As where one rank offers something and another one nothing."""
     with two_ranks() as (leader, other):
         RankLink(other).send(RIGHT)
-        found = result_of(RankJobs("test", leader.combine), RankResult(offer="[1]"))
+        found = result_of(RankJobs("test", CPU, leader.combine), RankResult(offer="[1]"))
     assert (found.reason, found.is_mixture) == (Internal.reason, True)
-    assert result_of(RankJobs("test", of_one_rank), RankResult(offer="[1]")).offer == "[1]"
+    assert result_of(RankJobs("test", CPU, of_one_rank), RankResult(offer="[1]")).offer == "[1]"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from weft.contract.errors import ModelError
 from weft.contract.request import StopCriteria
 from weft.contract.weights import SentTensor, TensorHandle
@@ -31,16 +32,16 @@ from pathlib import Path
 from weft.testing.models.lenders import lent_by_gpu
 from weft.testing.models.senders import tensors_of
 
-tensors = {name: one.cuda() for name, one in tensors_of(Path(sys.argv[1])).items()}
+tensors = {name: one.to(f"cuda:{sys.argv[2]}") for name, one in tensors_of(Path(sys.argv[1])).items()}
 print(json.dumps([asdict(one) for one in lent_by_gpu(tensors)], default=bytes.hex), flush=True)
 sys.stdin.readline()
 """
 
 
 @contextmanager
-def lent(folder: Path) -> Iterator[list[SentTensor]]:
+def lent(folder: Path, card: int = 0) -> Iterator[list[SentTensor]]:
     """What another process lends."""
-    command = [sys.executable, "-c", textwrap.dedent(TRAINER), str(folder)]
+    command = [sys.executable, "-c", textwrap.dedent(TRAINER), str(folder), str(card)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as child:
         try:
@@ -63,13 +64,18 @@ def texts(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sleep_host_bytes": 0}, {"quantization": "fp8"}], ids=str
+    "settings",
+    [{}, {"sleep_host_bytes": 0}, {"quantization": "fp8"}, {"device": "cuda:1"}],
+    ids=str,
 )
 def test_lent_weights_are_a_fresh_loads(settings: dict[str, Any], tmp_path: Path) -> None:
+    card = int(settings.get("device", "cuda:0").removeprefix("cuda:"))
+    if card >= torch.cuda.device_count():
+        pytest.skip("it needs a second GPU")
     first, second = (make_tiny("llama", tmp_path / str(seed), seed) for seed in (1, 2))
     with LLM(second, **(SETTINGS | settings)) as fresh:
         right, packed = texts(fresh), fresh.engine.parts.local.refits.packed_digest()
-    with LLM(first, **(SETTINGS | settings)) as llm, lent(second) as tensors:
+    with LLM(first, **(SETTINGS | settings)) as llm, lent(second, card) as tensors:
         assert texts(llm) != right
         for _ in range(2):
             llm.command_weights("receive", tensors=tensors)

@@ -71,7 +71,7 @@ class ExpertMoves:
         device: torch.device,
         combine: Combine = of_one_rank,
     ) -> None:
-        self.jobs = RankJobs("experts", combine)
+        self.jobs = RankJobs("experts", device, combine)
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
         self._layers: Mapping[int, _Layer] = {
             part.layer: _layer_of(part)

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile, record_function
 from torch.profiler import ProfilerActivity, supported_activities
+from weft.engine.base.device_threads import start_device_thread
 from weft.engine.executor.step_input import StepInput
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,9 @@ class StepProfiler:
 
     def prepare(self, *, host: bool, device: bool) -> None:
         self._problem, self._num_steps = "", 0
-        self._preparing = threading.Thread(
-            target=self._guarded, args=(lambda: self._prepare(host, device),), daemon=True
+        self._preparing = start_device_thread(
+            "profiler", self._device, lambda: self._guarded(lambda: self._prepare(host, device))
         )
-        self._preparing.start()
 
     def start(self) -> None:
         if self._preparing is not None:
@@ -89,11 +89,10 @@ class StepProfiler:
 
     def _prepare(self, host: bool, device: bool) -> None:
         on_gpu = device and self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(self._device)  # Of this thread.
-            if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
-                self._problem = "this build of PyTorch cannot record a GPU"
-                return
+        can_record = ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
+        if on_gpu and not can_record:
+            self._problem = "this build of PyTorch cannot record a GPU"
+            return
         prepared = profile(
             use_cpu=host or not on_gpu, use_device="cuda" if on_gpu else None, use_kineto=True
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from weft.contract.errors import ConfigError, Internal
+from weft.engine.base.device_threads import start_device_thread
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +59,15 @@ def of_one_rank(own: RankResult) -> RankResult:
 class RankJobs:
     """Jobs of one rank, one at a time, each in a thread of its own."""
 
-    def __init__(self, name: str, combine: Combine) -> None:
-        self._name = name
+    def __init__(self, name: str, device: torch.device, combine: Combine) -> None:
+        self._name, self._device = name, device
         self._combine = combine
         self._result: RankResult | None = None
 
     def begin(self, job: Callable[[], RankResult]) -> None:
         """Begins a job, which raises nothing."""
         self._result = None
-        threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
+        start_device_thread(self._name, self._device, partial(self._run, job))
 
     def take(self) -> RankResult | None:
         """The result of all ranks, once there is one; None: a job runs."""

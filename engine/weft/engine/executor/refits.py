@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
 from weft.contract.weights import SentTensor, TensorHandle, WeightGroup, WeightOffer
+from weft.engine.base.device_threads import start_device_thread
 from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
 from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
 from weft.engine.executor.shared_tensors import check_lent, opened
@@ -30,13 +30,12 @@ AS_GROUP = -1
 class _Update:
     """An update whose tensors come one after another."""
 
-    def __init__(self, refit: Refit) -> None:
+    def __init__(self, refit: Refit, device: torch.device) -> None:
         self._refit = refit
         self.sent = refit.expect()
         self._digest = b""
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="refit-fill", daemon=True)
-        self._thread.start()
+        self._thread = start_device_thread("refit-fill", device, self._run)
 
     def check(self) -> None:
         """Raises what the model has against a tensor that came."""
@@ -86,7 +85,7 @@ class WeightRefits:
         self._refit = refit
         self._device = device
         self._rank = rank
-        self.jobs = RankJobs("refit", combine)
+        self.jobs = RankJobs("refit", device, combine)
         problem = "weights that were made to sleep (sleep_host_bytes) cannot be read by others"
         self._packed = packed
         self._offered = OfferedWeights(rank, problem if is_in_arena else "")
@@ -205,7 +204,7 @@ class WeightRefits:
         if not is_lent and name not in self._groups:
             raise GroupFailed(f"this worker is in no group {name!r}: join it first")
         if self._update is None:
-            self._update = _Update(self._possible)
+            self._update = _Update(self._possible, self._device)
         update = self._update
         try:
             update.sent.check(tensors)

@@ -212,7 +212,7 @@ class Sleeper:
         self._weights, self._pages = weights, pages
         self._device = device
         self.problem = problem
-        self.jobs = RankJobs("sleep", combine)
+        self.jobs = RankJobs("sleep", device, combine)
 
     def begin(self, order: Sleep | Wake) -> None:
         self.jobs.begin(lambda: self._obeyed(order))
@@ -223,7 +223,6 @@ class Sleeper:
         is_dropped = False
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
                 torch.cuda.synchronize()
             if isinstance(order, Wake):
                 for memory in filter(None, (weights, pages)):
