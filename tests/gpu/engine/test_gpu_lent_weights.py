@@ -32,7 +32,8 @@ from pathlib import Path
 from weft.testing.models.lenders import lent_by_gpu
 from weft.testing.models.senders import tensors_of
 
-tensors = {name: one.to(f"cuda:{sys.argv[2]}") for name, one in tensors_of(Path(sys.argv[1])).items()}
+folder, card = sys.argv[1:]
+tensors = {name: one.to(f"cuda:{card}") for name, one in tensors_of(Path(folder)).items()}
 print(json.dumps([asdict(one) for one in lent_by_gpu(tensors)], default=bytes.hex), flush=True)
 sys.stdin.readline()
 """
