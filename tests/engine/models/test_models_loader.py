@@ -13,9 +13,12 @@ import torch
 from safetensors.torch import load_file
 from weft.checkpoint import architectures, digest
 from weft.checkpoint.dtypes import cpu_has_fast_bfloat16, resolve_dtype
+from weft.checkpoint.quantization import AT_LOAD, resolve_quantization
 from weft.contract.errors import ConfigError, ModelError
+from weft.engine.model import loader
 from weft.engine.model.archs.decoder import Decoder
 from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.model.stage import Stage
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny, save_weights
@@ -243,6 +246,20 @@ def test_made_up_weights_need_no_checkpoint(model_dir: Path) -> None:
     assert one.digest == two.digest
     assert torch.equal(logits(one), logits(two))
     assert logits(one).isfinite().all()
+
+
+@pytest.mark.parametrize("form", AT_LOAD)
+def test_made_up_weights_are_quantised_in_stages(
+    form: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A CPU can hold FP8, which is refused there because it is slow.
+    any_device = lambda asked, found, _: resolve_quantization(asked, found)  # noqa: E731
+    monkeypatch.setattr(loader, "resolve_quantization", any_device)
+    found = [
+        load_model(model_dir, "float32", quantization=form, stage=stage, dummy=True).digest
+        for stage in (None, Stage(0, 2, range(1)), Stage(1, 2, range(1, 2)))
+    ]
+    assert len(set(found)) == 1
 
 
 def test_an_unknown_architecture_is_refused_with_those_supported(model_dir: Path) -> None:

@@ -196,6 +196,8 @@ def load_model(
     if exchange is not None:
         of_experts = Shard(exchange.rank, exchange.size)
     formats, parameters = ComputedFormat(), Parameters()
+    # What another stage has is on the meta device.
+    elsewhere = nullcontext if stage is None else _SkipMetaChecks
     wanted, read = _Wanted(mtp_head=mtp_head, tower=images), _Read()
 
     def weights_of(reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
@@ -233,13 +235,13 @@ def load_model(
         *,
         is_outline: bool = False,
     ) -> _Parts:
-        with nullcontext() if stage is None else _SkipMetaChecks():
+        with elsewhere():
             return _read_model(
                 folder, config, progress, build, weights_of, wanted, noted, is_outline=is_outline
             )
 
     def read_sent(sent: SentTensors) -> object:
-        with nullcontext() if stage is None else _SkipMetaChecks():
+        with elsewhere():
             return _read_sent(sent, config, build, weights_of, wanted, read)
 
     def pack(parts: _Parts) -> PackedTensors:
@@ -281,8 +283,9 @@ def load_model(
     elif dummy:
         reader = RandomWeights(target)
         weights = weights_of(reader)
-        model = build(config, weights)
-        mtp = read_mtp(model, weights.of_head(), (), str(model_dir)) if mtp_head else None
+        with elsewhere():
+            model = build(config, weights)
+            mtp = read_mtp(model, weights.of_head(), (), str(model_dir)) if mtp_head else None
         tower = _read_tower(reader, config, weights_of) if images else None
         digest = combine_digests(config, f"dummy-{computed}", (), fingerprint)
         origin = Origin(digest, b"")

@@ -31,9 +31,9 @@ class RandomWeights:
         return None
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """Fills norm weights with 1, biases with 0, and other floats from a normal distribution
-        with deviation 0.02, cutting parts from the whole tensor. Integers are uniform and FP8 is
-        normal, with scales that give about the same deviation.
+        """Fills norm weights and scales of activations with 1, biases with 0, and other floats from
+        a normal distribution with deviation 0.02, cutting parts from the whole tensor. Integers are
+        uniform and FP8 is normal, with scales that give about the same deviation.
         """
         if out.is_meta:
             return  # Another stage has the parameter.
@@ -58,6 +58,8 @@ class RandomWeights:
             out.fill_(1.0)
         elif part.name.endswith(("weight_scale", "weight_scale_inv", "input_scale")):
             out.fill_(0.02 / 64)
+        elif part.name.endswith("_scale"):
+            out.fill_(1.0)
         elif out.dtype == torch.float8_e4m3fn:
             wide = torch.empty(part.size, device=out.device)
             out.copy_(wide.normal_(0.0, 64.0, generator=self._generator))
