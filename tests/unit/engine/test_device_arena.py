@@ -27,6 +27,8 @@ class HostDriver:
         self.blocks: dict[int, ctypes.Array[ctypes.c_uint8]] = {}
         self.mapped: dict[int, int] = {}
         self.is_full = False
+        self.kept: set[int] = set()
+        """Addresses that it refuses to unmap."""
 
     def reserve(self, size: int) -> int:
         block = (ctypes.c_uint8 * size)()
@@ -46,6 +48,8 @@ class HostDriver:
 
     def unmap(self, address: int, size: int, handle: int) -> None:
         assert handle == address ^ 1
+        if address in self.kept:
+            raise ConfigError("cuMemUnmap: invalid argument")
         assert self.mapped.pop(address) == size
         ctypes.memset(address, 0xEE, size)
 
@@ -133,6 +137,25 @@ def test_memory_that_is_not_there_leaves_the_arena_asleep(
     driver.is_full = False
     arena.come_back()
     assert torch.equal(one, was)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_pieces_that_were_given_back_come_back_if_one_was_not(
+    arena: HostArena, driver: HostDriver, keeps: bool
+) -> None:
+    weights = [arena.tensor(100, 100) for _ in range(3)]
+    arena.tensors = lambda: weights
+    before, pieces = [one.clone() for one in weights], dict(driver.mapped)
+    driver.kept = {random.choice([*pieces][1:])}
+    with pytest.raises(OSError, match="not all memory"):
+        arena.leave(keeps=keeps)
+    assert driver.mapped != pieces
+    arena.come_back()
+    assert driver.mapped == pieces
+    assert all(map(torch.equal, weights, before)) == keeps
+    driver.kept.clear()
+    arena.leave(keeps=True)
+    assert not driver.mapped
 
 
 def test_freed_pieces_are_given_back(arena: HostArena, driver: HostDriver) -> None:

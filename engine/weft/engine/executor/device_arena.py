@@ -256,11 +256,14 @@ class DeviceArena:
             kept = kept if keeps else without(kept, spans_of(self.tensors()))
         self._put_away(kept)
         torch.cuda.synchronize(self._device)
+        self._is_away = True  # From the first piece on: `come_back` maps those that have gone.
         for piece in self._memory.taken.values():
             if piece.handle is not None:
-                self._driver.unmap(piece.address, piece.size, piece.handle)
+                try:
+                    self._driver.unmap(piece.address, piece.size, piece.handle)
+                except ConfigError as error:
+                    raise OSError(f"not all memory was given back: {error.message}") from error
                 piece.handle = None
-        self._is_away = True
 
     def come_back(self) -> None:
         if not self._is_away:

@@ -32,8 +32,11 @@ class Memory(Protocol):
     """Memory that can be given back. Both calls are idempotent."""
 
     def leave(self, *, keeps: bool) -> None:
-        """Gives the memory back; with `keeps` its content is put away before. Raises ConfigError if
-        there is no room for it; nothing is given back then.
+        """Gives the memory back; with `keeps` its content is put away before.
+
+        Raises:
+            ConfigError: There is no room for it; nothing is given back then.
+            OSError: Some of the memory was given back. `come_back` takes it again.
         """
         ...
 
