@@ -16,7 +16,7 @@ from rich.table import Table
 from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_channel
 from weft.cli.hosts import RankStatus, ranks_of, show_hosts
 from weft.cli.tables import full_width, print_table
-from weft.cli.top.view import describe_plan
+from weft.cli.top.view import describe_plan, wanted_state
 from weft.common.rpc.tls import Identity
 from weft.contract.codec.pairs import ADAPTER_STATES, EXPERT_BALANCE, TRANSPORTS
 from weft.contract.codec.walk import enum_names
@@ -547,7 +547,8 @@ def _adapter_table(workers: Sequence[WorkerStatus]) -> Table:
 def _health(worker: WorkerStatus) -> str:
     if worker.healthy:
         return "[green]ok"
-    return "[yellow]draining" if worker.problem == "draining" else "[red]not ok"
+    wanted = wanted_state(worker.problem)
+    return f"[yellow]{wanted}" if wanted else "[red]not ok"
 
 
 def _row(worker: WorkerStatus) -> dict[str, str]:

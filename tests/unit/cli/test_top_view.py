@@ -173,6 +173,20 @@ def test_a_summary_says_who_starts_and_who_drains() -> None:
     assert others[1:] == ["decode-2: draining", "decode-3: draining", "and 4 more"]
 
 
+def test_workers_that_operators_put_aside_are_no_failures() -> None:
+    picture = mesh(8)
+    problems = ["asleep (kv_cache, weights)", "draining", "no load report for 9.1 s"]
+    for member, problem in zip(picture.newest.members[1:], problems, strict=False):
+        member.healthy, member.problem = False, problem
+    shown = [
+        line.removeprefix(name).strip().split("  ")[0]
+        for name in ("decode-0", "decode-1", "decode-2")
+        for line in lines(picture, TopState(), 200, 30)
+        if line.startswith(f"{name} ")
+    ]
+    assert shown == ["asleep", "draining", "not ok"]
+
+
 def test_charts_show_the_newest_values() -> None:
     assert chart([9.0, 0.0, 1.0, 2.0, 4.0], 4) == ("▁▃▅█", 4.0)
     assert chart([0.0, 0.0], 10) == ("▁▁", 0.0)

@@ -300,7 +300,14 @@ def _state(member: mesh_pb2.MeshMember) -> Text:
         return Text("ok", "green")
     if member.HasField("start"):
         return Text("starting", "cyan")
-    return Text("draining", "yellow") if member.draining else Text("not ok", "red")
+    wanted = "draining" if member.draining else wanted_state(member.problem)
+    return Text(wanted, "yellow") if wanted else Text("not ok", "red")
+
+
+def wanted_state(problem: str) -> str:
+    """draining or asleep, if an operator wants the worker to serve nothing; else empty."""
+    state = problem.partition(" ")[0]
+    return state if state in ("draining", "asleep") else ""
 
 
 def _tokens_per_second(member: mesh_pb2.MeshMember) -> float | None:
