@@ -7,9 +7,14 @@ loaded whole before the step, and layer by layer while the step computes, in tur
 stores a GPU loads whole pages only. `device` is the same with the history in the pool, which no
 load can beat.
 
+On a GPU a kernel copies the layers, whose programs take multiprocessors from the step: `--copiers`
+compares numbers of them. The table `parts` says what the GPU did in one more request of each way:
+how long each kind of work took, and when it began and ended, from the first of all on.
+
     python bench/layer_loads.py                  2,000 tokens and 400 new ones, the demo model
     python bench/layer_loads.py --tier disk      or store
     python bench/layer_loads.py --device cuda --shape llama-3.1-8b --known 32768 --new 2048
+    ... --copiers 2 4 8 16 32
 """
 
 from __future__ import annotations
@@ -19,10 +24,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from clocks import timeline_of
 from harness import Harness, Run, ratio_of, spread
 from model_shapes import MODELS, write_config
 from tiers import Links, greedy_submit
@@ -32,6 +40,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.sources.tiers.layer_loads import LayerPolicy
+from weft.kernels.ops.pages import triton_pages
 from weft.testing.services.store_server import store_process
 
 
@@ -42,11 +51,22 @@ class Whole(LayerPolicy):
         return False
 
 
-WAYS: dict[str, LayerPolicy] = {
-    "whole": Whole(is_forced=False),
-    "by layer": LayerPolicy(is_forced=True),
-    "device": Whole(is_forced=False),
+class Way(NamedTuple):
+    name: str
+    policy: LayerPolicy = Whole(is_forced=False)
+    copiers: int = triton_pages.MAX_COPIERS
+
+
+WHOLE, DEVICE = Way("whole"), Way("device")
+BY_LAYER = Way("by layer", LayerPolicy(is_forced=True))
+KINDS = {
+    "copies of layers": ("copy_part",),
+    "other copies": ("memcpy", "copy_rows"),
+    "digests": ("digest",),
+    "attention": ("attention", "extend", "flash", "fmha"),
+    "products": ("nvjet", "gemm", "cutlass", "linear", "splitk"),
 }
+"""Kinds of work on a GPU, by parts of kernels' names."""
 NUM_NEW = 4
 _PRIMED_TOKENS = 2048
 """Tokens after which all pages so far are let into host memory: an engine queues a bounded number
@@ -86,10 +106,10 @@ class Bench:
             self._woken.wait(_IDLE_S)
         return outbox
 
-    def ask(self, prompt: Sequence[int]) -> tuple[float, int]:
+    def ask(self, prompt: Sequence[int], num_new: int = NUM_NEW) -> tuple[float, int]:
         """Seconds to the first token, and how many tokens were loaded."""
         self._num_asked += 1
-        submit = greedy_submit(self._num_asked, prompt, NUM_NEW)
+        submit = greedy_submit(self._num_asked, prompt, num_new)
         inbox, deadline = Inbox(submits=[submit]), time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             outbox, inbox = self.turn(inbox), Inbox()
@@ -108,6 +128,34 @@ class Bench:
                 raise TimeoutError(str(self.engine.sizes()))
 
 
+def with_copiers(count: int) -> Way:
+    return Way(f"by layer, {count} copiers", BY_LAYER.policy, count)
+
+
+def parts_of(spans: Sequence[tuple[str, float, float]]) -> dict[str, dict[str, float]]:
+    """By kind of work: its launches, their time in all, the longest, and when the first began and
+    the last ended, in milliseconds.
+
+    Args:
+        spans: Of each launch its name, begin and end in microseconds.
+    """
+    first = min(begin for _, begin, _ in spans)
+    found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, begin, end in spans:
+        fits = (kind for kind, parts in KINDS.items() if any(one in name.lower() for one in parts))
+        found[next(fits, "others")].append((begin - first, end - first))
+    return {
+        kind: {
+            "launches": len(own),
+            "busy_ms": sum(end - begin for begin, end in own) / 1e3,
+            "longest_ms": max(end - begin for begin, end in own) / 1e3,
+            "begin_ms": min(begin for begin, _ in own) / 1e3,
+            "end_ms": max(end for _, end in own) / 1e3,
+        }
+        for kind, own in found.items()
+    }
+
+
 harness = Harness(__file__, __doc__, repeats=7)
 harness.flag("--model", default="demo", help="demo, or a model directory")
 harness.flag("--shape", choices=MODELS, help="made-up weights of a known model's shape")
@@ -117,6 +165,7 @@ harness.flag("--tier", choices=("host", "disk", "store"), default="host", help="
 harness.flag("--known", type=int, default=2000, help="tokens kept there")
 harness.flag("--new", type=int, default=400, help="tokens after them")
 harness.flag("--memory-bytes", type=int, default=8 << 30, help="of the pool and of host memory")
+harness.flag("--copiers", type=int, nargs="+", default=[], help="programs that copy layers")
 
 
 @harness.part
@@ -161,35 +210,48 @@ def layer_loads(run: Run) -> None:
         bench.ask(known[:end] + fresh(1))
         bench.settle()
     has_layers = layers is not None and (options.tier == "host" or options.device == "cpu")
-    ways = [way for way in WAYS if has_layers or way != "by layer"]
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    ways = [WHOLE, DEVICE]
+    if has_layers:
+        more = (with_copiers(count) for count in options.copiers)
+        ways += [BY_LAYER, *more]
+
+    def prompt_for(way: Way) -> list[int]:
+        """A prompt, whose history is where the way has it."""
+        if layers is not None:
+            layers.policy = way.policy
+        triton_pages.MAX_COPIERS = way.copiers
+        if way is DEVICE:
+            bench.ask(known + fresh(options.new))
+        else:
+            bench.engine.memory.flush_cache()
+        bench.settle()
+        return known + fresh(options.new)
+
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
     for turn in range(options.repeats + 1):
         rng.shuffle(ways)
         for way in ways:
-            if layers is not None:
-                layers.policy = WAYS[way]
-            if way != "device":
-                bench.engine.memory.flush_cache()
-                bench.settle()
-            else:
-                bench.ask(known + fresh(options.new))
-                bench.settle()
-            first_s, num_loaded = bench.ask(known + fresh(options.new))
+            first_s, num_loaded = bench.ask(prompt_for(way))
             bench.settle()
-            expected = 0 if way == "device" else options.known // info.page_size * info.page_size
+            expected = 0 if way is DEVICE else options.known // info.page_size * info.page_size
             if num_loaded != expected:
-                raise RuntimeError(f"{way}: {num_loaded} of {expected} tokens were loaded")
+                raise RuntimeError(f"{way.name}: {num_loaded} of {expected} tokens were loaded")
             if turn:  # The first turn warms up.
-                times[way].append(first_s)
+                times[way.name].append(first_s)
     rate = bench.engine.tier_policy.bytes_per_s(options.tier)
     for way, found in times.items():
         run.row(
             table=f"{options.known} tokens kept ({options.tier}), {options.new} new",
             way=way,
             first_token_s=spread(found),
-            to_whole=ratio_of(found, times["whole"]),
+            to_whole=ratio_of(found, times[WHOLE.name]),
             load_bytes_per_s=round(rate),
         )
+    for way in ways if options.device != "cpu" else ():
+        spans = timeline_of(partial(bench.ask, prompt_for(way), 1))
+        bench.settle()
+        for kind, figures in parts_of(spans).items():
+            run.row(table="parts", way=way.name, kind=kind, **figures)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ PARTS = [
     (6, PagePart(3, 96, 24, 40), 5),
     (5, PagePart(2, 70_000, 8192, 40_000), 2),
     (3, PagePart(4, 12, 8, 4), 1),
+    (5, PagePart(4, 80_000, 4096, 72_004), 4),  # Each program copies twice.
 ]
 """Pages of the pool, the part of a page that moves, pages."""
 SIZES = [

@@ -113,7 +113,8 @@ def copy_parts(addresses: Tensor, pages: Tensor, pool: Tensor, part: PagePart) -
 
     Args:
         addresses: int64 `[n]` on the pool's device: where each page begins, in memory that the
-            device reads. The host must have checked them.
+            device reads; multiples of 16 if the part's stride is one. The host must have checked
+            them.
         pages: int64 `[n]` on the pool's device: where they go; all different.
         pool: `[num_pages, ...]`, contiguous within a page; changed.
         part: Its numbers are multiples of 4 bytes.

@@ -11,8 +11,16 @@ from weft.kernels.shared.launch_sizes import cdiv
 
 _TILE = 4096
 """Words copied by one program."""
-_MAX_COPIERS = 32
-"""Most programs that copy out of host memory. Few suffice for the bus, and steps run meanwhile."""
+MAX_COPIERS = 8
+"""Most programs that copy out of host memory. Each takes a multiprocessor from the steps that run
+meanwhile.
+"""
+_COPIED_WORDS, _COPY_WARPS = 16_384, 16
+"""Words that such a program has under way at once, and its warps: few programs must have enough
+bytes under way to fill the bus, whose reads take microseconds.
+"""
+_COPIED_COLUMNS = 2048
+"""Most of these words that follow one another."""
 
 
 def gather_rows(
@@ -54,11 +62,18 @@ def copy_part_rows(
 ) -> None:
     """`weft.kernels.ops.pages.copy_parts` for CUDA tensors; `rows` are int32 words."""
     stride, begin, size = (num_bytes // rows.itemsize for num_bytes in part[1:])
-    tile = min(_TILE, triton.next_power_of_2(size))
+    tile = min(_COPIED_COLUMNS, triton.next_power_of_2(size))
     num_tiles = len(pages) * part.num_ranges * cdiv(size, tile)
-    grid = (min(_MAX_COPIERS, num_tiles),)
+    tiles_at_once = _COPIED_WORDS // tile
+    grid = (min(MAX_COPIERS, cdiv(num_tiles, tiles_at_once)),)
     sizes = (num_tiles, part.num_ranges, stride, begin, size, rows.stride(0))
-    _copy_part_kernel[grid](rows, addresses, pages, *sizes, TILE=tile, num_warps=8)
+    _copy_part_kernel[grid](
+        *(rows, addresses, pages, *sizes),
+        IS_ALIGNED=part.stride % 16 == 0,
+        TILES=tiles_at_once,
+        TILE=tile,
+        num_warps=_COPY_WARPS,
+    )
 
 
 @triton.jit
@@ -78,20 +93,28 @@ def _copy_part_kernel(
     begin: int,
     size: int,
     page_stride: int,
+    IS_ALIGNED: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    tiles = tl.cdiv(size, TILE)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=1):
-        at = tile // tiles
+    tiles_of_range = tl.cdiv(size, TILE)
+    step = tl.num_programs(0) * TILES
+    for first in tl.range(tl.program_id(0) * TILES, num_tiles, step, num_stages=1):
+        tile = first + tl.arange(0, TILES)
+        is_tile = tile < num_tiles
+        at = tile // tiles_of_range
         row, slice = at // count, at % count
-        source = tl.load(addresses + row).to(tl.pointer_type(tl.int32))
-        page = tl.load(pages + row)
-        column = tile % tiles * TILE + tl.arange(0, TILE)
-        mask = column < size
-        within = slice * stride + begin + column
-        # Each byte crosses the bus once.
-        words = tl.load(source + within, mask=mask, cache_modifier=".cv")
-        tl.store(rows + page * page_stride + within, words, mask=mask)
+        source = tl.load(addresses + row, mask=is_tile, other=0).to(tl.pointer_type(tl.int32))
+        if IS_ALIGNED:
+            # Threads read 16 bytes at once. In four reads of 4 bytes, each would fetch the same
+            # sectors: the bytes would cross the bus several times.
+            source = tl.multiple_of(source, 16)
+        page = tl.load(pages + row, mask=is_tile, other=0)
+        column = (tile % tiles_of_range * TILE)[:, None] + tl.arange(0, TILE)[None, :]
+        mask = is_tile[:, None] & (column < size)
+        within = (slice * stride + begin)[:, None] + column
+        words = tl.load(source[:, None] + within, mask=mask, cache_modifier=".cv")
+        tl.store(rows + (page * page_stride)[:, None] + within, words, mask=mask)
 
 
 @triton.jit
