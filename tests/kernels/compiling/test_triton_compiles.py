@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,17 @@ def test_kernels_compile(group: str, compiled: dict[str, set[str]], cache: Path)
     assert {f"{name}_kernel" for name in KERNELS[group].split()} <= names
     # Machine code of each was made, not only Triton's own forms of it.
     assert {f"{name}.cubin" for name in names} <= {path.name for path in cache.rglob("*.cubin")}
+
+
+def test_pages_in_host_memory_are_read_16_bytes_at_once(
+    compiled: dict[str, set[str]], cache: Path
+) -> None:
+    """Reads of 4 bytes by threads that are 16 bytes apart would ask the bus for bytes again."""
+    assert "_copy_part_kernel" in compiled["steps"]
+    for path in cache.rglob("_copy_part_kernel.ptx"):
+        reads = re.findall(r"ld\.global[.\w]*32", path.read_text())
+        assert reads, path
+        assert all(".v4." in read for read in reads), reads
 
 
 COUNTED = """
