@@ -10,7 +10,8 @@ how many of its layers. A decode worker is started in each way by `weft serve de
 - `cold`: empty caches (compiled kernels, digests of files), and weights that are not in the page
   cache. Python's libraries are;
 - `warm`: with the caches that the cold one has left;
-- `peer`: as cold, beside the warm worker, from which it takes weights and compiled kernels.
+- `peer`: as cold, beside the warm worker, from which it takes weights and compiled kernels; beside
+  the cold one with `--ways cold peer`, which saves a start.
 
 Phases follow one another; `total` is all of them, from the process's start to readiness. Rows that
 begin with `of these` are work within the phases. What loading takes beside reading, digests and
@@ -182,13 +183,13 @@ def starts(run: Run) -> None:
             make_certificates(tls, "decode")
             found: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
             for turn in range(options.repeats):
-                kept = folder / f"cache-{turn}"
+                kept, source = folder / f"cache-{turn}", COLD
                 forget(model)
-                found.setdefault(COLD, []).append(start(model, kept, tls, flags))
-                if not {WARM, PEER}.intersection(options.ways):
-                    continue
+                if WARM in options.ways:
+                    found.setdefault(COLD, []).append(start(model, kept, tls, flags))
+                    source = WARM
                 with worker(model, kept, tls, flags) as (address, told):
-                    found.setdefault(WARM, []).append(seconds_of(told, flags))
+                    found.setdefault(source, []).append(seconds_of(told, flags))
                     if PEER in options.ways:
                         forget(model)
                         more = ["--weights-from", address, "--kernels-from-peers"]
