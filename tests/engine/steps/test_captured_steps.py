@@ -133,12 +133,14 @@ def test_prompts_with_nothing_before_them_have_graphs_of_their_own(
         steps = RecordedSteps(captured.engine, 0)
         forward = steps.forward
 
-        def checked(arrays: StepArrays, bucket: graphs.GraphBucket) -> torch.Tensor:
+        def checked(
+            arrays: StepArrays, bucket: graphs.GraphBucket, step: StepInput | None
+        ) -> torch.Tensor:
             pieces = np.split(arrays.positions, arrays.cu_q_lens[1:-1])
             is_cold = all(len(piece) == 1 or piece[0] == 0 for piece in pieces)
             if bucket.kind != "decode":
                 assert (bucket.kind == "prompts") == (is_cold and bucket.tokens > 16)
-            return forward(arrays, bucket)
+            return forward(arrays, bucket, step)
 
         monkeypatch.setattr(steps, "forward", checked)
         found = captured.generate(prompts, greedy, stop)

@@ -180,6 +180,30 @@ def test_few_rows_of_one_request_have_graphs_of_their_own(tmp_path: Path) -> Non
             assert (bucket.requests, bucket.has_lora) == (bound, slots is not None)
 
 
+def test_media_beside_other_requests_have_graphs_of_their_own(tmp_path: Path) -> None:
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    sizes = step_buckets(config, torch.bfloat16, 64, 1024, has_lora=True, has_media=True)
+    buckets = GraphBuckets(config, sizes)
+    table = np.zeros((65, 1024 // PAGE_SIZE), np.int32)
+    for num_decodes in (1, random.randint(2, 62), 63):
+        rows = random.randint(1, 1024 - num_decodes)
+        q_lens = [*[1] * num_decodes, rows]
+        arrays = make_arrays(table, q_lens, q_lens)
+        bucket = buckets.of_media(arrays)
+        assert bucket in sizes
+        assert bucket is not None
+        assert bucket.kind == "media"
+        assert bucket.tokens >= num_decodes + rows
+        usual = buckets.of(arrays)
+        assert usual is not None
+        assert usual.kind != "media"
+        assert buckets.of_media(replace(arrays, adapter_slots=np.zeros(1, np.int32))) is None
+    for q_lens in ([600], [1, 1024], [1] * 64 + [200]):
+        assert buckets.of_media(make_arrays(table, q_lens, q_lens)) is None
+    plain = step_buckets(config, torch.bfloat16, 64, 1024, has_lora=True)
+    assert not any(bucket.kind == "media" for bucket in plain)
+
+
 @pytest.mark.parametrize(
     ("kind", "window", "is_cold"),
     [("mistral", 3072, True), ("mistral", 3071, False), ("qwen2", 3071, True)],

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 from triton import knobs
 from weft.contract.request import StopCriteria
 from weft.engine.executor.encoder_graphs import capture_encoder
+from weft.engine.executor.graphs import GraphBucket, StepGraphs
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.testing.models.choices import check_choices
@@ -77,11 +78,20 @@ class Compiled:
 def test_first_images_compile_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start has done it, also for those that come while other requests decode."""
+    """A start has done it, also for those that come while other requests decode: their steps are
+    graphs.
+    """
     family = ALL[name]()
     folder = family.make(tmp_path / "model", random.randrange(1 << 30))
     compiled = Compiled()
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
+    kinds, replay = set[str](), StepGraphs._replay
+
+    def noted(self: StepGraphs, bucket: GraphBucket) -> torch.Tensor:
+        kinds.add(bucket.kind)
+        return replay(self, bucket)
+
+    monkeypatch.setattr(StepGraphs, "_replay", noted)
     stop = StopCriteria(max_tokens=10, ignore_eos=True)
     with LLM(folder, device="cuda", dtype="bfloat16", num_pages=2000) as llm:
         # What only drawing and steps of text need is not this test's.
@@ -99,3 +109,4 @@ def test_first_images_compile_nothing(
             spans = [*([] for _ in texts), prompt.spans]
             llm.generate([*texts, prompt.ids], stop=stop, spans=spans)
         assert not compiled.names
+    assert ("media" in kinds) != family.sees_both_ways

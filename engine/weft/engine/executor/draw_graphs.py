@@ -87,7 +87,7 @@ class DrawGraphs:
         steps = {
             bucket: hidden
             for bucket, hidden in graphs.results()
-            if bucket.kind not in ("prompts", "cold")
+            if bucket.kind not in ("media", "prompts", "cold")
             and not (bucket.has_lora and inputs.changes_logits)
         }
         most = max((len(hidden) for hidden in steps.values()), default=0)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from weft.engine.base.device_copies import sent
 from weft.engine.executor.encoder_graphs import EncoderGraphs, capture_encoder
+from weft.engine.executor.media_inputs import MediaInputs
 from weft.engine.executor.orders import EncodeMedia, PackRows, UnpackRows
 from weft.engine.executor.page_bytes import read_bytes, write_bytes
 from weft.engine.executor.step_input import InsertedRows
@@ -62,6 +63,10 @@ class MediaEmbeddings:
     def encoder(self) -> MediaEncoder:
         assert self._encoder is not None, "the model's encoder is left out"
         return self._encoder
+
+    def inputs(self, max_tokens: int, *, has_axes: bool) -> MediaInputs:
+        """What captured steps of at most so many rows read."""
+        return MediaInputs(self._rows, max_tokens, has_axes=has_axes)
 
     @property
     def row_bytes(self) -> int:

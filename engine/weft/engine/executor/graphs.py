@@ -1,10 +1,11 @@
 """Steps captured as CUDA graphs: one launch instead of several hundred.
 
 A graph is captured for fixed numbers of rows and requests, and a step is padded to the next larger
-graph. There are three kinds of graphs. Decode steps bring one token per request. Steps that verify
-drafts bring a few tokens or a tree per request. Ragged steps also bring prompts. Where another
-attention kernel is faster for long prompts with nothing before them, further graphs use it: for any
-number of prompts with decodes ("prompts"), or for one prompt alone ("cold").
+graph. There are four kinds of graphs. Decode steps bring one token per request. Steps that verify
+drafts bring a few tokens or a tree per request. Ragged steps also bring prompts, and steps of media
+prompts with rows of those ("media"). Where another attention kernel is faster for long prompts with
+nothing before them, further graphs use it: for any number of prompts with decodes ("prompts"), or
+for one prompt alone ("cold").
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from weft.engine.base.layer_waits import LayerWaits
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
+from weft.engine.executor.media_inputs import MediaInputs
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.step_input import StepInput
@@ -53,6 +55,10 @@ _RAGGED_SIZES = (
     *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584),
     *(4096, 5120, 6144, 7168, 8192),
 )
+MEDIA_SIZES = (256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048)
+"""Rows of captured steps with media. Longer ones of an 8B keep an H200 busy for about as long as
+their launches take its host.
+"""
 MAX_VERIFY_ROWS = 8
 """Most rows per request in a step that verifies chains, whatever the number of requests."""
 TREE_REQUESTS = (1, 2, MAX_TREE_REQUESTS)
@@ -93,7 +99,7 @@ class GraphBucket(NamedTuple):
     """Rows of the step, padding included."""
     requests: int
     """Most requests; equal to `tokens` in decode steps."""
-    kind: Literal["decode", "verify", "tree", "ragged", "prompts", "cold"]
+    kind: Literal["decode", "verify", "tree", "ragged", "media", "prompts", "cold"]
     has_lora: bool = False
     """Whether rows may have adapters."""
     drafts: int = 0
@@ -140,6 +146,7 @@ def step_buckets(
     max_drafts: int = 0,
     tree_rows: Sequence[int] = (),
     has_states: bool = False,
+    has_media: bool = False,
 ) -> list[GraphBucket]:
     """Lists the steps to capture, up to the given numbers of requests and tokens.
 
@@ -150,6 +157,7 @@ def step_buckets(
         tree_rows: Rows of each tree, the root included.
         has_states: Whether the model has recurrent layers. Such a model captures only steps without
             prompts, because the host cuts prompts where states are kept.
+        has_media: Whether prompts may have media.
     """
     if has_states:
         short = verify_buckets(max_requests, max_tokens, max_drafts)
@@ -172,8 +180,12 @@ def step_buckets(
     trees = tree_buckets(max_requests, max_tokens, tree_rows)
     decodes = decode_buckets(max_requests) if config.head == "tokens" else []
     others = [*decodes, *verify, *trees, *ragged]
+    # Attention where media's tokens see one another both ways is not captured.
+    has_media = has_media and not (config.vision is not None and config.vision.sees_both_ways)
+    media = media_buckets(max_requests, max_tokens, max_drafts) if has_media else []
     # "prompts" also takes a single prompt and so makes "cold" needless.
-    return [*others, *(prompts or cold), *_with_adapters([*others, *cold], has_lora=has_lora)]
+    adapted = _with_adapters([*others, *cold], has_lora=has_lora)
+    return [*others, *media, *(prompts or cold), *adapted]
 
 
 def _with_adapters(buckets: Sequence[GraphBucket], *, has_lora: bool) -> list[GraphBucket]:
@@ -231,6 +243,15 @@ def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> l
     ]
 
 
+def media_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[GraphBucket]:
+    """Lists the steps with media to capture. They have no adapters."""
+    return [
+        GraphBucket(size, max_requests, "media", drafts=max_drafts)
+        for size in MEDIA_SIZES
+        if size <= max_tokens
+    ]
+
+
 class _ShortBuckets:
     def __init__(self, buckets: Sequence[GraphBucket]) -> None:
         self._buckets = buckets
@@ -262,6 +283,7 @@ class GraphBuckets:
         self._agreed: GraphBucket | None = None
         self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
         self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
+        self._media = _next_of([bucket for bucket in sizes if bucket.kind == "media"])
         self._prompts = frozenset(bucket for bucket in sizes if bucket.kind == "prompts")
         self._verify = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "verify"])
         self._tree = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "tree"])
@@ -308,6 +330,19 @@ class GraphBuckets:
         """None: the step runs without a graph."""
         bucket = self._agreed_for(arrays) if self._is_agreed else self._size_of(arrays)
         return _bucket_for(bucket, arrays.adapter_slots)
+
+    def of_media(self, arrays: StepArrays) -> GraphBucket | None:
+        """As `of`, for a step with rows of media or among them. A lone prompt runs without a graph:
+        no other request waits for its launches, and it needs no padding.
+        """
+        is_plain = arrays.adapter_slots is None and arrays.ancestors is None
+        if self._is_agreed or not is_plain or len(arrays.slots) == 1:
+            return None
+        num_several = len(arrays.slots) - arrays.first_several
+        bucket = _with_room(self._media, len(arrays.token_ids), num_several)
+        if bucket is None or len(arrays.slots) > bucket.requests:
+            return None
+        return bucket if len(arrays.logits_rows) <= bucket.columns.max_logits else None
 
     def _agreed_for(self, arrays: StepArrays) -> GraphBucket | None:
         if self._agreed is None or self._agreed.kind != "ragged":
@@ -384,6 +419,7 @@ class StepGraphs:
         on_capture: Called before the first capture and after each, with (captured, total, time and
             memory in words).
         rotations: Rotations of slots with images; None: there are none.
+        media: What steps with media read; None: no captured step has any.
         has_logits: Whether this process computes logits.
         late: What steps with prompts wait for, layer by layer; None: pages are loaded whole.
         beside: Stages of other hosts, whose rows come before a graph and go after it; None: there
@@ -401,13 +437,14 @@ class StepGraphs:
         buckets: Sequence[GraphBucket],
         on_capture: Progress = lambda done, total, what: None,
         rotations: SlotRotations | None = None,
+        media: MediaInputs | None = None,
         *,
         has_logits: bool = True,
         late: LayerWaits | None = None,
         beside: LinkedStages | None = None,
     ) -> None:
         self._rotations, self._has_logits, self._late = rotations, has_logits, late
-        self._beside = beside
+        self._media, self._beside = media, beside
         self._model = model
         self._pool = pool
         self._inputs = inputs
@@ -455,8 +492,16 @@ class StepGraphs:
         """Each bucket, and the tensor [L, hidden] that holds its result after a step."""
         return ((bucket, hidden) for bucket, (_, hidden) in self._graphs.items())
 
-    def forward(self, arrays: StepArrays, bucket: GraphBucket) -> torch.Tensor:
-        """Runs a step with its bucket's graph. Returns [L, hidden], valid until the next step."""
+    def forward(
+        self, arrays: StepArrays, bucket: GraphBucket, step: StepInput | None = None
+    ) -> torch.Tensor:
+        """Runs a step with its bucket's graph. Returns [L, hidden], valid until the next step. Only
+        steps with media need `step`, from which `arrays` are made.
+        """
+        if bucket.kind == "media":
+            assert self._media is not None
+            assert step is not None
+            self._media.send(step)
         self._inputs.send_states(arrays.states, bucket.requests)
         if bucket.kind == "decode":
             self._inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
@@ -577,6 +622,8 @@ class StepGraphs:
             step.token_types = self._types[: bucket.tokens]
         if self._rotations is not None:
             self._rotations.turn_captured(step)
+        if bucket.kind == "media" and self._media is not None:
+            self._media.insert_captured(step)
         return self._model.forward(step, self._pool)
 
 

@@ -4,8 +4,8 @@ a forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
@@ -32,6 +32,7 @@ from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_
 from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.layer_pools import layer_pool
+from weft.engine.executor.media_inputs import MediaInputs
 from weft.engine.executor.orders import (
     CopyPages,
     CopyWeights,
@@ -338,6 +339,7 @@ class LocalExecutor:
                     max_drafts=max_drafts,
                     tree_rows=tree_rows,
                     has_states=layout.states is not None,
+                    has_media=media is not None,
                 )
                 self.graphs = StepGraphs(
                     model,
@@ -346,12 +348,20 @@ class LocalExecutor:
                     buckets,
                     on_capture,
                     self.rotations,
+                    self.media_inputs(buckets),
                     has_logits=self._has_logits,
                     late=self._late,
                     beside=beside_stages,
                 )
         step_sizes = () if self.graphs is None else self.graphs.buckets.ragged_sizes
         self.facts = ExecutorFacts(layout.page_size, step_sizes, is_asynchronous=is_cuda)
+
+    def media_inputs(self, buckets: Sequence[GraphBucket]) -> MediaInputs | None:
+        """New memory for what captured steps with media read; None: no captured step has any."""
+        sizes = [bucket.tokens for bucket in buckets if bucket.kind == "media"]
+        if self.media is None or not sizes:
+            return None
+        return self.media.inputs(max(sizes), has_axes=self.rotations is not None)
 
     def _device_states(self, max_requests: int) -> DeviceStates | None:
         if self.states is None:
@@ -419,6 +429,15 @@ class LocalExecutor:
             counts.end(step.num_rows)
         return launched
 
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Meanwhile no step runs with a graph."""
+        graphs, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = graphs
+
     def _launch(self, step: StepInput) -> Launched:
         if self.graphs is not None:
             if bucket := self.graphs.buckets.of_decodes(step):
@@ -470,7 +489,7 @@ class LocalExecutor:
         """The bucket that a step takes which is about to be launched, if no other engine has a say;
         None: it runs without a graph.
         """
-        if self.graphs is None or step.scores or step.pooled:
+        if self.graphs is None or step.scores or step.pooled or step.has_media:
             return None
         buckets = self.graphs.buckets
         if bucket := buckets.of_decodes(step) or buckets.of_requests(step):
@@ -589,19 +608,26 @@ class LocalExecutor:
     def _hidden(
         self, arrays: StepArrays, step: StepInput | None = None
     ) -> tuple[torch.Tensor, GraphBucket | None]:
-        """[L, hidden], valid until the next step, and the bucket whose graph ran. Steps with rows
-        of media have no graph.
-        """
+        """[L, hidden], valid until the next step, and the bucket whose graph ran."""
         with torch.inference_mode():
             bucket = None
-            is_usual = step is None or not (step.has_media or step.is_divided)
-            if self.graphs is not None and is_usual:
-                bucket = self.graphs.bucket_of(arrays)
+            if self.graphs is not None and not (step is not None and step.is_divided):
+                bucket = self._bucket_of(arrays, step, self.graphs)
             if self.graphs is not None and bucket is not None:
                 if step is not None and step.waits_for_layers and not bucket.waits_for_layers:
                     self._wait_for_all_layers()
-                return self.graphs.forward(arrays, bucket), bucket
+                return self.graphs.forward(arrays, bucket, step), bucket
             return self._model.forward(self._batch(arrays, step), self._own_pool), None
+
+    @staticmethod
+    def _bucket_of(
+        arrays: StepArrays, step: StepInput | None, graphs: StepGraphs
+    ) -> GraphBucket | None:
+        if step is None or not step.has_media:
+            return graphs.bucket_of(arrays)
+        if step.inserted is not None and step.inserted.ends is not None:
+            return None  # Attention with `key_ends` is not captured.
+        return graphs.buckets.of_media(arrays)
 
     def _wait_for_all_layers(self) -> None:
         assert self._late is not None, "a step waits for layers, and pages are loaded whole"

@@ -1,8 +1,8 @@
 """Runs image towers and steps with rows of images once, before a worker is ready.
 
-No such step is captured, nor are towers' passes over more patches than a step's budget. Their
-kernels would be compiled, and libraries would choose theirs, when the first images come, while all
-other requests wait.
+Many such steps are not captured (`GraphBuckets.of_media`), nor are towers' passes over more patches
+than a step's budget. Their kernels would be compiled, and libraries would choose theirs, when the
+first images come, while all other requests wait.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def warm_up_media(
         return
     sees_both_ways = media.has_encoder and media.encoder.sees_both_ways
     limits = max_requests, max_step_tokens, max_context_tokens
-    for step in _steps(executor, *limits, sees_both_ways):
-        logits = executor.launch(step).logits
-        assert logits is not None, "the last row of each step draws"
-        logits.compute()
+    with executor.without_graphs():
+        for step in _steps(executor, *limits, sees_both_ways):
+            logits = executor.launch(step).logits
+            assert logits is not None, "the last row of each step draws"
+            logits.compute()
     if executor.device.type == "cuda":
         torch.cuda.synchronize(executor.device)
 

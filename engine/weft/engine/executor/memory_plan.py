@@ -249,6 +249,7 @@ def measure_needs(
     max_drafts: int = 0,
     tree_rows: Sequence[int] = (),
     has_logits: bool = True,
+    has_media: bool = False,
 ) -> MemoryNeeds:
     """Runs the largest step once and captures the largest graphs, with a pool of two pages.
 
@@ -258,6 +259,7 @@ def measure_needs(
         max_drafts: Most drafts of a request in a step. Each of their rows has logits.
         tree_rows: Rows of each tree, the root included.
         has_logits: As in `LocalExecutor`.
+        has_media: Whether prompts may have media.
 
     Raises:
         ConfigError: The step or the graphs do not fit even without a pool.
@@ -302,6 +304,7 @@ def measure_needs(
             max_drafts=max_drafts,
             tree_rows=tree_rows,
             has_states=layout.states is not None,
+            has_media=has_media,
         )
         graphs = _measure_graphs(executor, buckets)
     del executor

@@ -166,7 +166,7 @@ class StepInput:
 
     @property
     def has_media(self) -> bool:
-        """Whether some rows come from media or are among them, for which no step is captured."""
+        """Whether some rows come from media or are among them."""
         return self.inserted is not None or self.turned is not None
 
     @property

@@ -23,7 +23,7 @@ from weft.engine.executor.memory_plan import (
     pages_of,
 )
 from weft.engine.executor.ranks.leader import RankLeader
-from weft.engine.executor.ranks.share import with_media_rows
+from weft.engine.executor.ranks.share import num_media_rows, with_media_rows
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank, num_pages_here, num_pages_of_all
 
@@ -162,6 +162,7 @@ def _measure(
         lora=lora,
         max_drafts=config.most_drafts,
         tree_rows=tree_rows(config),
+        has_media=num_media_rows(config, loaded, layout) > 0,
     )
     needs = with_media_rows(needs, config, loaded, layout, device)
     if draft is not None:

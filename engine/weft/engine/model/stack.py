@@ -107,7 +107,7 @@ def run_all(
                 step.late.wait(part.layers[0].number)
             step = part(stream, step, pool)
         if number < len(added):
-            stream.settle().index_add_(0, *added[number])
+            stream.settle().index_add_(0, added[number].rows, added[number].embeddings)
     return stream.settle()
 
 
@@ -284,7 +284,7 @@ class Stack:
     def _added(self, step: Step) -> Sequence[Inserted]:
         if step.inserted is None or not self._num_taps:
             return ()
-        rows, embeddings = step.inserted
+        rows, embeddings, _ = step.inserted
         _, *parts = embeddings.chunk(1 + self._num_taps, dim=1)
         return [Inserted(rows, part) for part in parts]
 
@@ -318,8 +318,11 @@ class Stack:
             adapt_embeddings(hidden, step.token_ids, step.lora)
         hidden = hidden if self._multiplier is None else hidden.mul_(self._multiplier)
         if step.inserted is not None:
-            rows, embeddings = step.inserted
-            hidden.index_copy_(0, rows, embeddings[:, : hidden.shape[1]])
+            rows, embeddings, is_text = step.inserted
+            embeddings = embeddings[:, : hidden.shape[1]]
+            if is_text is not None:
+                embeddings = torch.where(is_text, hidden, embeddings)
+            hidden.index_copy_(0, rows, embeddings)
         if self._positions is not None:
             hidden = hidden.add_(self._positions.index_select(0, step.positions))
         if self._per_layer is not None:

@@ -24,6 +24,10 @@ class Inserted(NamedTuple):
     """[M, row_width], as an encoder of media made them: embeddings, and additions to the stream
     after each of the first layers.
     """
+    is_text: torch.Tensor | None = None
+    """[M, 1]: rows that have the embeddings of their tokens after all, and additions of 0, as in a
+    captured step; None: no row has.
+    """
 
 
 class AlignedRows(NamedTuple):

@@ -66,6 +66,7 @@ from weft.engine.executor.ranks.share import (
     linked_stages_of,
     load_share,
     media_of,
+    num_media_rows,
     peers_of,
     pool_of,
     sized_layout,
@@ -236,6 +237,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
             lora=lora,
             max_drafts=config.most_drafts,
             has_logits=has_logits,
+            has_media=num_media_rows(config, loaded, own) > 0,
         )
         needs = with_media_rows(needs, config, loaded, own, device)
         if own.states is not None and needs.for_pool > 0:

@@ -15,6 +15,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.expert_moves import ExpertMoves
+from weft.engine.executor.graphs import MEDIA_SIZES
 from weft.engine.executor.kv_format import dtype_of, kept_layout
 from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.memory_plan import MemoryNeeds, with_media
@@ -254,7 +255,7 @@ def media_of(
     """The memory for rows of media on this rank, or in a process without other ranks; None: no step
     takes any.
     """
-    if not (num_rows := _num_media_rows(config, loaded, layout)):
+    if not (num_rows := num_media_rows(config, loaded, layout)):
         return None
     dtype = activations_dtype(loaded.model)
     sizes = _row_width(loaded), num_rows, dtype, device, config.max_step_patches
@@ -281,12 +282,15 @@ def with_media_rows(
     layout: CacheLayout,
     device: torch.device,
 ) -> MemoryNeeds:
-    """Adds the memory of `media_of`, and of encoding."""
-    if not (num_rows := _num_media_rows(config, loaded, layout)):
+    """Adds the memory of `media_of`, of what captured steps take from it, and of encoding."""
+    if not (num_rows := num_media_rows(config, loaded, layout)):
         return needs
     itemsize = activations_dtype(loaded.model).itemsize
+    row_bytes = _row_width(loaded) * itemsize
+    if config.cuda_graphs:
+        needs = replace(needs, graphs=needs.graphs + max(MEDIA_SIZES) * row_bytes)
     if loaded.encoder is None:
-        return replace(needs, media=num_rows * _row_width(loaded) * itemsize)
+        return replace(needs, media=num_rows * row_bytes)
     sizes = num_rows, config.max_step_patches, itemsize
     return with_media(needs, loaded.encoder, *sizes, device, cuda_graphs=config.cuda_graphs)
 
@@ -298,7 +302,7 @@ def _row_width(loaded: LoadedModel) -> int:
     return loaded.config.tower.row_width
 
 
-def _num_media_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> int:
+def num_media_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> int:
     """Rows of media in the memory of this worker."""
     if loaded.encoder is not None:
         return config.media_rows
