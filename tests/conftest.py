@@ -133,6 +133,11 @@ def _missing_trainers() -> str | None:
     return None if is_there else "not installed; `scripts/get_clients.py --trainers` installs them"
 
 
+def _missing_trl_kit() -> str | None:
+    is_there = (ROOT / "build" / "trl-kit" / "site.tar.xz").exists()
+    return None if is_there else "not packed; `scripts/trl_kit.py` packs it"
+
+
 def _missing_node_clients() -> str | None:
     installed = ROOT / "tests" / "clients" / "node_modules" / ".done"
     return None if installed.exists() and shutil.which("node") else NOT_INSTALLED
@@ -164,6 +169,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "rootfs": _missing_rootfs,
     "trainers": _missing_trainers,
     "triton-interpreter": _missing_triton_interpreter,
+    "trl-kit": _missing_trl_kit,
     "valkey": _missing_valkey,
 }
 
