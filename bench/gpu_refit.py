@@ -41,6 +41,7 @@ from weft.contract.submits import Submit
 from weft.contract.token_ids import token_ids
 from weft.contract.weights import SentTensor, TensorHandle, WeightCommand, WeightGroup
 from weft.engine.base.content_digest import content_digest
+from weft.engine.executor.shared_tensors import opened
 from weft.engine.loop.llm import LLM
 from weft.testing.models.lenders import lent_by_gpu, lent_by_host
 from weft.testing.models.senders import free_port
@@ -212,6 +213,13 @@ def update(llm: LLM, send: Any, tensors: Sequence[SentTensor], **options: Any) -
     llm.resume()
 
 
+def open_all(device: torch.device, tensors: Sequence[SentTensor]) -> None:
+    """What an update does beside its copies."""
+    with opened(device, tensors) as shared:
+        for one in shared._opening.values():
+            one.result()
+
+
 def settings_of(run: Run, size: int) -> dict[str, Any]:
     options, on_gpu = run.options, run.options.device != "cpu"
     settings: dict[str, Any] = {"device": options.device, "dtype": "bfloat16", "num_pages": 2048}
@@ -268,6 +276,10 @@ def weights(run: Run) -> None:
             assert len(names) == 2, "an update has the same name each time"
             first, *others = times
             run.row(what="lent on one card", ms=spread(others or times, 1e3), first_ms=first * 1e3)
+            if on_gpu:
+                device = torch.device(options.device)
+                alone = [timed(partial(open_all, device, tensors)) for _ in range(options.repeats)]
+                run.row(what="to open and close what is lent", ms=spread(alone, 1e3))
         if "sleep" in options.what:
             falling, waking = list[float](), list[float]()
             for turn in range(options.repeats):

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import weft.kernels.ops.content_digest as content_digest_sums
 from weft.contract.errors import ModelError
 from weft.engine.base.content_digest import content_digest
 from weft.engine.model.loader import load_model
+from weft.engine.model.weights.refill import parts_of_kind
 from weft.engine.model.weights.sent import SentTensors
+from weft.kernels.ops.moe.spec import ExpertWeights
+from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.senders import described, tensors_of
+from weft.testing.models.tiny_models import make_tiny
 
 
 def put_all(sent: SentTensors, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
     for one in names:
-        sent.put(one, tensors[one])
+        sent.put({one: tensors[one]})
 
 
 IN_EVERY_RUN = ("gemma2",)
@@ -78,7 +87,67 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     tensors[last] = tensors[last].clone()
     tensors[last].view(-1)[-1] = float("nan")
     sent = model.refit.expect()
-    for name, one in tensors.items():
-        sent.put(name, one)
+    sent.put(tensors)
     with pytest.raises(ModelError, match=f"{last} has a number that is not finite"):
         model.refit.from_sent(sent)
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_gpu_is_asked_for_answers_once_for_all_tensors(
+    is_finite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer takes as long as hundreds of experts' copies."""
+    asked = Counter[str]()
+    monkeypatch.setattr(content_digest_sums, "_triton_sums", SimpleNamespace(weighted_sums=sums))
+    for name in ("cpu", "item", "tolist", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name, asked))
+    folders = [make_tiny("qwen3_moe", tmp_path / str(n), n, num_experts=n) for n in (4, 16)]
+    counts = []
+    for folder in folders:
+        with as_on_gpu():
+            model, tensors = load_model(folder, "float32"), tensors_of(folder)
+            right, names = model.refit.packed_digest(), random.sample(list(tensors), len(tensors))
+            last = names[-1]
+            if not is_finite:
+                tensors[last] = tensors[last].clone()
+                tensors[last].view(-1)[-1] = random.choice([math.inf, -math.inf, math.nan])
+            sent = model.refit.expect()
+            sent.put({name: tensors[name] for name in names})
+            asked.clear()
+            if is_finite:
+                model.refit.from_sent(sent)
+                counts.append(asked.total())
+                assert model.refit.packed_digest() == right
+            else:
+                with pytest.raises(ModelError, match=f"{last} has a number that is not finite"):
+                    model.refit.from_sent(sent)
+    assert len(set(counts)) < 2
+
+
+def sums(tensors: Sequence[torch.Tensor], tables: torch.Tensor) -> torch.Tensor:
+    return content_digest_sums.weighted_sums_reference(tensors, tables)
+
+
+def counted(name: str, asked: Counter[str]) -> Callable[..., Any]:
+    own = getattr(torch.Tensor, name)
+
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked[name] += 1
+        return own(tensor, *args, **kwargs)
+
+    return method
+
+
+def test_experts_of_a_gpu_are_read_into_their_stacks(tmp_path: Path) -> None:
+    count = random.randrange(2, 7)
+    folder = make_tiny("qwen3_moe", tmp_path, random.randrange(1 << 30), num_experts=count)
+    with as_on_gpu():
+        model, tensors = load_model(folder, "float32").model, tensors_of(folder)
+    found = [stack for one in parts_of_kind(model, (ExpertWeights,)) for stack in one.stacked or ()]
+    layers = {name.partition("experts.")[0] for name in tensors if ".experts." in name}
+    assert len(found) == 2 * len(layers)
+    for layer in layers:
+        for parts in (("gate_proj", "up_proj"), ("down_proj",)):
+            each = [f"{layer}experts.{at}" for at in range(count)]
+            own = [torch.cat([tensors[f"{one}.{part}.weight"] for part in parts]) for one in each]
+            assert any(torch.equal(torch.stack(own), stack) for stack in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,9 +137,9 @@ def test_a_tensor_may_be_of_any_dtype_and_shape(tmp_path: Path, seed: int) -> No
         "c": torch.empty(0, 4),
         "d": torch.randint(0, 255, (17,), dtype=torch.uint8),
     }
-    with lent_by_host(tensors) as lent, opened(torch.device("cpu")) as shared:
-        for one, expected in zip(lent, tensors.values(), strict=True):
-            assert torch.equal(shared.read(one), expected)
+    with lent_by_host(tensors) as lent, opened(torch.device("cpu"), lent) as shared:
+        for found, expected in zip(shared.read(lent), tensors.values(), strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_memory_of_a_trainer_is_closed_only_once_it_is_read(
@@ -165,15 +166,18 @@ def test_memory_of_a_trainer_is_closed_only_once_it_is_read(
         handle = TensorHandle(gpu="GPU-0", handle=bytes(64), offset=8)
         return SentTensor(name="x", dtype="uint8", shape=[num_bytes], handles=[handle])
 
-    with shared_tensors.opened(torch.device("cuda", 0)) as shared:
-        assert torch.equal(shared.read(tensor(32)), lent[8:])
+    def opened(num_bytes: int) -> AbstractContextManager[shared_tensors.SharedTensors]:
+        return shared_tensors.opened(torch.device("cuda", 0), [tensor(num_bytes)])
+
+    with opened(32) as shared:
+        assert torch.equal(shared.read([tensor(32)])[0], lent[8:])
     assert done == ["copied", "closed"]
     done.clear()
 
     def read_too_much() -> None:
-        with shared_tensors.opened(torch.device("cuda", 0)) as shared:
-            shared.read(tensor(32))
-            shared.read(tensor(33))
+        with opened(33) as shared:
+            shared.read([tensor(32)])
+            shared.read([tensor(33)])
 
     with pytest.raises(ModelError, match="of memory of 40"):
         read_too_much()

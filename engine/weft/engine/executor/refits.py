@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
@@ -15,6 +15,7 @@ from weft.contract.weights import SentTensor, TensorHandle, WeightGroup, WeightO
 from weft.engine.base.device_threads import start_device_thread
 from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
 from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
+from weft.engine.executor.received import TOGETHER_BYTES, copies, divided
 from weft.engine.executor.shared_tensors import check_lent, opened
 from weft.engine.executor.weight_groups import Broadcasts, join
 from weft.engine.model.refit import Refit
@@ -22,6 +23,9 @@ from weft.engine.model.weights.packed import Origin, PackedTensors
 from weft.engine.model.weights.sent import dtype_of, listed, num_bytes
 
 logger = logging.getLogger(__name__)
+
+_Received: TypeAlias = tuple[Sequence[SentTensor], Sequence[torch.Tensor]]
+"""Some of the tensors of a call, and those that came."""
 
 AS_GROUP = -1
 """Number of bytes of a broadcast that stands for the group's own."""
@@ -209,9 +213,9 @@ class WeightRefits:
         try:
             update.sent.check(tensors)
             found = self._lent(tensors) if is_lent else self._sent(name, tensors, packed_bytes)
-            for one, tensor in found:
+            for part, came in found:
                 update.check()
-                update.sent.put(one.name, tensor)
+                update.sent.put({one.name: own for one, own in zip(part, came, strict=True)})
             if not ends or update.sent.lacking:
                 return RankResult()
             digest = update.end()
@@ -225,16 +229,16 @@ class WeightRefits:
 
     def _sent(
         self, name: str, tensors: Sequence[SentTensor], packed_bytes: int
-    ) -> Iterator[tuple[SentTensor, torch.Tensor]]:
+    ) -> Iterator[_Received]:
         group, member = self._groups[name]
         most = group.packed_bytes if packed_bytes == AS_GROUP else packed_bytes
-        for part in _divided(tensors, most):
-            yield from zip(part, _received(member, part, most), strict=True)
+        for part in divided(tensors, most):
+            yield from _received(member, part, most)
 
-    def _lent(self, tensors: Sequence[SentTensor]) -> Iterator[tuple[SentTensor, torch.Tensor]]:
-        with opened(self._device) as shared:
-            for one in tensors:
-                yield one, shared.read(one)
+    def _lent(self, tensors: Sequence[SentTensor]) -> Iterator[_Received]:
+        with opened(self._device, tensors) as shared:
+            for part in divided(tensors, TOGETHER_BYTES):
+                yield part, shared.read(part)
 
     def _end(self, is_given_up: bool) -> RankResult:
         if self._update is None:
@@ -256,44 +260,37 @@ def _decode_group(text: str) -> WeightGroup:
 
 
 def encode_tensors(tensors: Sequence[SentTensor]) -> str:
-    return json.dumps([asdict(one) for one in tensors], default=bytes.hex)
+    def row(one: SentTensor) -> list[object]:
+        handles = [[own.gpu, own.handle.hex(), own.shm, own.offset] for own in one.handles]
+        return [one.name, one.dtype, one.shape, handles]
+
+    return json.dumps([row(one) for one in tensors])
 
 
 def _decode_tensors(text: str) -> list[SentTensor]:
-    def handle(found: dict[str, Any]) -> TensorHandle:
-        return TensorHandle(**(found | {"handle": bytes.fromhex(found["handle"])}))
+    def handle(gpu: str, data: str, shm: str, offset: int) -> TensorHandle:
+        return TensorHandle(gpu=gpu, handle=bytes.fromhex(data), shm=shm, offset=offset)
 
     return [
-        SentTensor(**(row | {"handles": [handle(one) for one in row["handles"]]}))
-        for row in json.loads(text)
+        SentTensor(name=name, dtype=dtype, shape=shape, handles=[handle(*one) for one in handles])
+        for name, dtype, shape, handles in json.loads(text)
     ]
-
-
-def _divided(tensors: Sequence[SentTensor], packed_bytes: int) -> Iterator[list[SentTensor]]:
-    """The tensors of each broadcast, as a trainer that packs divides them too."""
-    part, size = list[SentTensor](), 0
-    for one in tensors:
-        part.append(one)
-        size += num_bytes(one)
-        if size > packed_bytes or not packed_bytes:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
 
 
 def _received(
     member: Broadcasts, part: Sequence[SentTensor], packed_bytes: int
-) -> Iterator[torch.Tensor]:
+) -> Iterator[_Received]:
     if not packed_bytes:
         (one,) = part
         out = torch.empty(one.shape, dtype=dtype_of(one.dtype), device=member.device)
         member.receive(out)
-        yield out
+        yield part, [out]
         return
-    sizes = [num_bytes(one) for one in part]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, device=member.device)
+    packed, at = torch.empty(sum(map(num_bytes, part)), dtype=torch.uint8, device=member.device), 0
     member.receive(packed)
-    for one, data in zip(part, torch.split(packed, sizes), strict=True):
-        # A copy, so that its memory can be freed by itself, and numbers lie where they may.
-        yield data.clone().view(dtype_of(one.dtype)).view(one.shape)
+    for some in divided(part, TOGETHER_BYTES):
+        sizes = [num_bytes(one) for one in some]
+        found = torch.split(packed[at : at + sum(sizes)], sizes)
+        at += sum(sizes)
+        # Copies, so that little memory is kept for one of them, and numbers lie where they may.
+        yield some, copies(found, some)

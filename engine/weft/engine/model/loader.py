@@ -495,6 +495,7 @@ def _read_sent(
 ) -> _Parts:
     where = Path("what the trainer sends")
     parts = _construct(sent, config, build, weights_of, wanted, read.own_copies, where)
+    sent.finish()
     _check_tied(sent, config)
     return parts
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from weft.checkpoint.files import Progress, weight_files
 from weft.contract.errors import ModelError
 from weft.contract.start_work import READING, START_WORK
-from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.sent import KnownTensor
 from weft.engine.model.weights.tensor_reads import NotFiniteError, StoredTensor, TensorReads
 
@@ -59,9 +59,9 @@ class _Tensor(NamedTuple):
         return StoredTensor(self.path, self.begin, self.shape, _DTYPES[self.dtype])
 
 
-class Checkpoint:
-    """The tensors of a model directory, read one by one; a `CheckpointReader`. Use it as a context
-    manager, which ends the threads that read.
+class Checkpoint(CheckpointReader):
+    """The tensors of a model directory, read one by one. Use it as a context manager, which ends
+    the threads that read.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 from weft.checkpoint.files import GGUF_FILE, Progress
 from weft.checkpoint.gguf_metadata import FACTORS, GgufMetadata, Source
 from weft.contract.errors import ModelError
-from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 
 GROUP = 32
 """Columns that share a scale, in all types that are kept as integers."""
@@ -37,9 +37,9 @@ class GgufGroups(NamedTuple):
     """Whether the numbers are codes of MXFP4."""
 
 
-class GgufFile:
-    """The tensors of a GGUF file by their Hugging Face names; a `CheckpointReader`. Use it as a
-    context manager, which keeps the file mapped into memory.
+class GgufFile(CheckpointReader):
+    """The tensors of a GGUF file by their Hugging Face names. Use it as a context manager, which
+    keeps the file mapped into memory.
     """
 
     def __init__(self, model_dir: Path, progress: Progress | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 
 _MXFP4_SCALE = 121
 """2^-6. Numbers of MXFP4 have a deviation of about 3 before they are scaled."""
@@ -12,8 +12,8 @@ _MXFP4_SCALE = 121
 _NVFP4_DIVISOR = 128.0
 
 
-class RandomWeights:
-    """A `CheckpointReader` of random numbers, the same for the same seed and order of reads."""
+class RandomWeights(CheckpointReader):
+    """Random numbers, the same for the same seed and order of reads."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,9 +21,9 @@ class TensorSlice(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        slices = (*self.slices, *[slice(None)] * (len(self.shape) - len(self.slices)))
-        axes = zip(self.shape, slices, strict=True)
-        return tuple(len(range(size)[one]) for size, one in axes if isinstance(one, slice))
+        axes = zip(self.shape, self.slices, strict=False)
+        found = [len(range(size)[one]) for size, one in axes if isinstance(one, slice)]
+        return (*found, *self.shape[len(self.slices) :])
 
 
 class CheckpointReader(Protocol):
@@ -47,6 +47,11 @@ class CheckpointReader(Protocol):
         not finite, which `finish` may report instead.
         """
 
+    def read_each(self, parts: Sequence[TensorSlice], outs: Sequence[torch.Tensor]) -> None:
+        """As `read_into` of one after another. All outs are of one dtype and on one device."""
+        for part, out in zip(parts, outs, strict=True):
+            self.read_into(part, out)
+
     def skip(self, prefix: str) -> None:
         """Another rank reads the tensors whose names begin with `prefix`, which ends in a dot."""
 
@@ -56,7 +61,7 @@ class CheckpointReader(Protocol):
         """
 
 
-class Wrapped:
+class Wrapped(CheckpointReader):
     """A reader that passes every call to another one."""
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -101,6 +106,10 @@ class Renamed(Wrapped):
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         self._reader.read_into(part._replace(name=self._name_of(part.name)), out)
+
+    def read_each(self, parts: Sequence[TensorSlice], outs: Sequence[torch.Tensor]) -> None:
+        named = [part._replace(name=self._name_of(part.name)) for part in parts]
+        self._reader.read_each(named, outs)
 
     def skip(self, prefix: str) -> None:
         self._reader.skip(self._name_of(prefix))

@@ -48,7 +48,11 @@ class Parameters:
         """Records a parameter, or in a later run moves it to the first one's memory. Raises
         ModelError if it is of another shape.
         """
-        found = [tensor for _, tensor in tensors_of(made)]
+        found = list[torch.Tensor]()
+        if isinstance(made, torch.Tensor):
+            found.append(made)
+        else:
+            found += [tensor for _, tensor in tensors_of(made)]
         if self._at is None:
             self._made.append([weakref.ref(tensor) for tensor in found])
             return made

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from weft.checkpoint.digest import combine
 from weft.contract.errors import ModelError
 from weft.contract.weights import SentTensor
-from weft.engine.base.content_digest import content_digest
-from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.base.content_digest import ContentDigests
+from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.tensor_reads import are_finite
+from weft.kernels.shared.many_tensors import copy_each, finite_if_all
 
 _NAMES_SHOWN = 8
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -31,10 +33,10 @@ class KnownTensor(NamedTuple):
     """Whether the model has a use for it, on whatever rank."""
 
 
-class SentTensors:
-    """A `CheckpointReader` whose tensors come while they are read, in any order. One thread reads,
-    another one puts. A tensor is kept until it was read for the last time, so those that are sent
-    in the order of reading take no memory.
+class SentTensors(CheckpointReader):
+    """Tensors that come while they are read, in any order. One thread reads, another one puts. A
+    tensor is kept until it was read for the last time, so those that are sent in the order of
+    reading take no memory. Nothing waits for a GPU before `finish` and `digest`.
     """
 
     def __init__(self, known: Mapping[str, KnownTensor]) -> None:
@@ -42,8 +44,12 @@ class SentTensors:
         self._changed = threading.Condition()
         self._here: dict[str, torch.Tensor] = {}
         self._reads_left: dict[str, int] = {}
-        self._contents: dict[str, bytes] = {}
-        """32 bytes of each tensor that was sent, without its name."""
+        self._names = set[str]()
+        """Of the tensors that were sent."""
+        self._digests: list[tuple[Sequence[str], ContentDigests]] = []
+        """Of their contents, without their names."""
+        self._unchecked: list[tuple[str, torch.Tensor]] = []
+        """[] each: as `finite_if_all`, or of FP8 whether all numbers are finite."""
         self._is_closed = False
         self._problem = ""
 
@@ -63,7 +69,7 @@ class SentTensors:
             known = self._known.get(one.name)
             if known is None:
                 raise ModelError(f"the model has no tensor {one.name}", param="names")
-            if one.name in self._contents or one.name in seen:
+            if one.name in self._names or one.name in seen:
                 raise ModelError(f"{one.name} is sent twice in one update", param="names")
             seen.add(one.name)
             if tuple(one.shape) != known.shape:
@@ -79,14 +85,16 @@ class SentTensors:
                     param="dtypes",
                 )
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """The tensor belongs to this object from now on."""
-        content = content_digest(tensor)
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The tensors, at least one and on one device, belong to this object from now on."""
+        digests = ContentDigests(list(tensors.values()))
         with self._changed:
-            self._contents[name] = content
-            if reads := self._known[name].num_reads:
-                self._here[name] = tensor
-                self._reads_left[name] = reads
+            self._names.update(tensors)
+            self._digests.append((list(tensors), digests))
+            for name, tensor in tensors.items():
+                if reads := self._known[name].num_reads:
+                    self._here[name] = tensor
+                    self._reads_left[name] = reads
             self._changed.notify_all()
 
     def close(self, problem: str = "") -> None:
@@ -102,24 +110,26 @@ class SentTensors:
         """Names of the model's tensors that were not sent yet; the same on all ranks."""
         with self._changed:
             return [
-                name
-                for name, one in self._known.items()
-                if one.is_used and name not in self._contents
+                name for name, one in self._known.items() if one.is_used and name not in self._names
             ]
 
     def check_alike(self, name: str, copy: str) -> None:
         """Raises ModelError if two tensors, where both were sent, differ."""
-        with self._changed:
-            first, second = (self._contents.get(one) for one in (name, copy))
-        if first and second and first != second:
+        contents = self._contents({name, copy})
+        if len(contents) == 2 and contents[name] != contents[copy]:
             raise ModelError(f"{copy} is not {name}, though config.json has tie_word_embeddings")
 
     def digest(self) -> bytes:
         """32 bytes over the names and contents of all tensors, in whatever order they came."""
-        with self._changed:
-            named = [combine(name.encode(), one) for name, one in self._contents.items()]
-            total = sum(int.from_bytes(one, "little") for one in named)
+        named = [combine(name.encode(), one) for name, one in self._contents(self._names).items()]
+        total = sum(int.from_bytes(one, "little") for one in named)
         return (total % (1 << 256)).to_bytes(32, "little")
+
+    def _contents(self, names: Set[str]) -> dict[str, bytes]:
+        with self._changed:
+            digests = [(own, one) for own, one in self._digests if not names.isdisjoint(own)]
+        found = (pair for own, one in digests for pair in zip(own, one.take(), strict=True))
+        return {name: one for name, one in found if name in names}
 
     # -- what is read ------------------------------------------------------------------------------
 
@@ -137,29 +147,69 @@ class SentTensors:
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Waits for the tensor. Raises ModelError also if it does not come any more."""
-        tensor = self._take(part.name)
-        out.copy_(tensor[part.slices] if part.slices else tensor)
-        if out.is_floating_point() and out.numel() and not bool(are_finite(out)):
-            raise ModelError(
-                f"{part.name} has a number that is not finite in the dtype it is read as"
-            )
+        self.read_each([part], [out])
 
-    def _take(self, name: str) -> torch.Tensor:
+    def read_each(self, parts: Sequence[TensorSlice], outs: Sequence[torch.Tensor]) -> None:
+        """Copies tensors that are there already together."""
+        end = 0
+        while end < len(parts):
+            begin, found = end, self._take(parts[end:], outs[end:])
+            end += len(found)
+            names = [part.name for part in parts[begin:end]]
+            if not outs[begin].is_meta:  # Another stage has the parameter.
+                copy_each(found, outs[begin:end])
+                self._check_finite(names, outs[begin:end])
+
+    def _take(
+        self, parts: Sequence[TensorSlice], outs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The first of the parts, for which this waits, and those after it that are there."""
+        first, found = parts[0].name, list[torch.Tensor]()
         with self._changed:
-            self._changed.wait_for(lambda: name in self._here or self._is_closed)
-            if name not in self._here:
-                raise ModelError(self._problem or f"the update lacks tensors: {name}")
-            tensor = self._here[name]
-            self._reads_left[name] -= 1
-            if not self._reads_left[name]:
-                del self._here[name]
-            return tensor
+            self._changed.wait_for(lambda: first in self._here or self._is_closed)
+            if first not in self._here:
+                raise ModelError(self._problem or f"the update lacks tensors: {first}")
+            for part, out in zip(parts, outs, strict=True):
+                tensor = self._here.get(part.name)
+                if tensor is None:
+                    break
+                self._reads_left[part.name] -= 1
+                if not self._reads_left[part.name]:
+                    del self._here[part.name]
+                found.append(tensor if tensor.shape == out.shape else tensor[part.slices])
+        return found
+
+    def _check_finite(self, names: Sequence[str], outs: Sequence[torch.Tensor]) -> None:
+        """Begins only: `finish` has the answer."""
+        filled = [pair for pair in zip(names, outs, strict=True) if pair[1].numel()]
+        if not filled or not outs[0].is_floating_point():
+            return
+        values = [out for _, out in filled]
+        is_wide = outs[0].dtype in _FLOATS
+        found = finite_if_all(values) if is_wide else [are_finite(one) for one in values]
+        self._unchecked += zip([name for name, _ in filled], found, strict=True)
 
     def skip(self, prefix: str) -> None: ...
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Raises ModelError if a number that was read is not finite."""
+        by_dtype = dict[torch.dtype, list[tuple[str, torch.Tensor]]]()
+        for name, one in self._unchecked:
+            by_dtype.setdefault(one.dtype, []).append((name, one))
+        self._unchecked = []
+        for dtype, pairs in by_dtype.items():
+            values = torch.stack([one for _, one in pairs])
+            answers = values if dtype == torch.bool else values.isfinite()
+            for (name, _), is_finite in zip(pairs, answers.tolist(), strict=True):
+                if not is_finite:
+                    raise _not_finite(name)
 
 
+def _not_finite(name: str) -> ModelError:
+    return ModelError(f"{name} has a number that is not finite in the dtype it is read as")
+
+
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """Raises ModelError for a name that is no dtype."""
     found = getattr(torch, name.removeprefix("torch."), None)

@@ -280,6 +280,28 @@ class Weights:
         self._read(part, out)
         return self._parameters.keep(out)
 
+    def stacked(
+        self, numbers: Sequence[int], products: Sequence[Sequence[TensorSlice]]
+    ) -> list[torch.Tensor]:
+        """For each product the same parts of all submodules with these numbers: [numbers, rows of
+        its parts, columns] on the model's device. They are read submodule after submodule, and are
+        no parameters yet.
+        """
+        made, places = list[torch.Tensor](), list[Sequence[torch.Tensor]]()
+        for parts in products:
+            rows = [part.size[0] for part in parts]
+            size = (len(numbers), sum(rows), *parts[0].size[1:])
+            made.append(torch.empty(size, dtype=self.dtype, device=self.device))
+            places.append(torch.split(made[-1].flatten(0, 1), rows * len(numbers)))
+        wanted, outs = list[TensorSlice](), list[torch.Tensor]()
+        for at, number in enumerate(numbers):
+            for parts, own in zip(products, places, strict=True):
+                prefix = f"{self._prefix}{number}."
+                wanted += [part._replace(name=prefix + part.name) for part in parts]
+                outs += own[at * len(parts) : (at + 1) * len(parts)]
+        self.reader.read_each(wanted, outs)
+        return made
+
     def _read_all(self, parts: Sequence[TensorSlice], out: torch.Tensor) -> None:
         row = 0
         for part in parts:

@@ -91,6 +91,11 @@ def pack_experts(
     )
 
 
+def stacks_experts(device: torch.device) -> bool:
+    """Whether a device multiplies experts in floats as they are, all in one tensor per product."""
+    return torch.empty(0, device=device).is_cuda
+
+
 def can_widen(device: torch.device) -> bool:
     """Whether experts with 4 bits may become floats where a rank's share cuts a group: not on a
     GPU, whose memory would have to hold four times as much.

@@ -110,6 +110,24 @@ class ExpertWeights:
     number modulo CYCLES. None: this rank has all experts, in their order.
     """
 
+    @classmethod
+    def of_stacks(
+        cls,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        is_fixed: bool,
+        gating: Gating,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        placement: torch.Tensor | None,
+    ) -> ExpertWeights:
+        """Experts in floats on a GPU: [E, 2 * I, H] and [E, H, I]."""
+        _, hidden, inner = down.shape
+        stacked, dtype = (gate_up, down), down.dtype
+        return cls(
+            *(hidden, inner, dtype, (), (), stacked, None, is_fixed, gating, biases, placement)
+        )
+
     @property
     def num_experts(self) -> int:
         return len(self.w13) if self.stacked is None else self.stacked[0].shape[0]

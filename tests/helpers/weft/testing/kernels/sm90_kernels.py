@@ -51,6 +51,7 @@ from weft.kernels.ops.attention.spec import (
     AttentionSpec,
     SeveralRows,
 )
+from weft.kernels.ops.content_digest import triton_sums as content_sums
 from weft.kernels.ops.divided_pages import gpu as pages_here
 from weft.kernels.ops.divided_pages import triton_rows
 from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
@@ -573,6 +574,7 @@ def compile_steps() -> None:
     page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096), share)
     page_ops.scatter_rows(rows[:2], numbers[:2], rows, share)
     page_ops.copy_part_rows(numbers[:2], numbers[:2], rows.int(), PagePart(2, 8192, 2048, 4096))
+    content_sums.weighted_sums([numbers], torch.zeros(2, 1 << 16, dtype=torch.int64))
     states = torch.zeros(4, 64, dtype=BF16)
     slot_rows.take_rows(numbers[:2], table, states, known.tokens[0])
     slot_rows.put_rows(states, numbers[:2], states.clone(), numbers[:2])

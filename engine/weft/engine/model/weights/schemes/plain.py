@@ -11,7 +11,7 @@ from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight, PackableMatrix
-from weft.kernels.ops.moe.pack import pack_experts
+from weft.kernels.ops.moe.pack import pack_experts, stacks_experts
 from weft.kernels.ops.moe.spec import ExpertWeights
 
 
@@ -26,7 +26,18 @@ class PlainScheme:
         return pack(weight, read_bias(spec, weights), weights.arena)
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
-        return packed_experts(read_experts(spec, weights), spec, weights)
+        if weights.has(spec.stacked[-1]) or not stacks_experts(weights.device):
+            return packed_experts(read_experts(spec, weights), spec, weights)
+        products = [part.weights(weights.shard) for part in (spec.gate_up, spec.down)]
+        gate_up, down = weights.stacked(spec.numbers, products)
+        return ExpertWeights.of_stacks(
+            gate_up,
+            down,
+            is_fixed=weights.arena.is_fixed,
+            gating=spec.gating,
+            biases=_read_biases(spec, weights) if spec.bias else None,
+            placement=weights.placement(spec),
+        )
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         return pack_linear(matrix, arena=weights.arena)
