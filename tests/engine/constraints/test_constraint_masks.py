@@ -290,24 +290,6 @@ def test_what_is_not_begun_is_not_taken() -> None:
         assert constraints.take_masks() == []
 
 
-def test_masks_that_fail_aside_fail_their_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MIN_SHARED", 1)
-    monkeypatch.setattr(masks, "MIN_GRAMMARS", 1)
-    maker, states = MaskMaker(2), [state_of(grammar("a*b")) for _ in range(4)]
-    requests: list[Any] = [Drawing(number, number) for number in range(4)]
-    group = maker.group(requests, zip(requests, states, strict=True))
-    assert group is not None
-    assert group.is_shared
-    rows = np.zeros((4, -(-VOCAB // 32)), np.uint32)
-    maker.begin_aside(group, [*b"aaaa"], rows[:2])
-    with pytest.raises(ValueError, match="out of bounds"):
-        maker.take()
-    maker.begin_aside(group, [*b"aaaa"], rows)
-    assert maker.take() == [None] * 4
-    assert all(tokens_of(row) == {*b"ab"} for row in rows)
-    maker.close()
-
-
 class Drawing:
     """A running request with a constraint, whose texts go on at random."""
 
@@ -339,7 +321,7 @@ def test_requests_come_go_and_change_their_slots(
     monkeypatch.setattr(masks, "MIN_MEMBERS", 2)
     constraints = Constraints(EngineConfig(model_dir=Path("model")), VOCAB, [END], lambda: None)
     constraints._maker = MaskMaker(num_threads)
-    free, running, num_shared, num_aside = list(range(40)), list[Any](), 0, 0
+    free, running, num_shared = list(range(40)), list[Any](), 0
     rows = np.zeros((40, -(-VOCAB // 32)), np.uint32)
     for step in range(120):
         if step % 8 == 0:
@@ -351,18 +333,9 @@ def test_requests_come_go_and_change_their_slots(
                 running.append(Drawing(100 * step + len(running), free.pop(0)))
                 constraints.grammars[running[-1].key] = running[-1].grammar
         group = constraints._group
-        # As if the newest tokens were not committed yet.
-        drawn = [request.tokens.pop() for request in running]
-        is_aside = bool(random.random() < 0.5) and constraints.begin_masks_aside(
-            running, drawn, lambda: rows
-        )
-        for request, token in zip(running, drawn, strict=True):
-            request.tokens.append(token)
-        if not is_aside:
-            is_awaited = random.random() < 0.5
-            constraints.begin_masks(running, rows=lambda: rows, is_awaited=is_awaited)
+        is_awaited = random.random() < 0.5
+        constraints.begin_masks(running, rows=lambda: rows, is_awaited=is_awaited)
         num_shared += group is not None and constraints._group is group
-        num_aside += is_aside
         found: dict[Any, Any] = dict(constraints.take_masks())
         going_on = [request for request in running if request.state is State.RUNNING]
         assert set(found) == set(going_on)
@@ -377,7 +350,6 @@ def test_requests_come_go_and_change_their_slots(
             running.remove(request)
             free.append(request.slot)
     assert num_shared > 10
-    assert (num_aside > 0) == (num_threads > 1)
     constraints.close()
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from weft.contract.errors import Internal, InvalidRequest
-from weft.contract.messages import Inbox, Outbox
+from weft.contract.messages import Inbox
 from weft.contract.request import Constraint, Reasoning, StopCriteria
-from weft.contract.submits import Cancel, Ping, SampleProgress, Submit
-from weft.engine.base.config import EngineConfig
+from weft.contract.submits import Cancel, Ping, SampleProgress
 from weft.engine.features.constraints import compiling, masks
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.grammar_state import too_slow
@@ -331,54 +330,6 @@ def test_preempted_samples_go_on_in_their_grammars(model_dir: Path) -> None:
     for outcome in outcomes:
         assert isinstance(outcome, Outcome), outcome
         assert re.fullmatch("([a-z]{9} [0-9]{4}\n){6}", desk.text(outcome)), desk.text(outcome)
-
-
-def test_masks_that_other_threads_make_change_no_text(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step draws a turn later then. One request is cancelled in between, and some are preempted.
-    A request gets the text that it gets alone.
-    """
-    for name in ("MIN_MEMBERS", "MIN_SHARED", "MIN_GRAMMARS"):
-        monkeypatch.setattr(masks, name, 1)
-    monkeypatch.setattr(masks, "num_cores", lambda: 4)
-    texts = ["([a-z]{9} [0-9]{4}\\n){6}", "([A-Z]{3},){20}", '"[^"]{80}"', "(ab|cd|x)*y"]
-    asked = [(random.choice(texts), prompt(), random.randrange(2**31)) for _ in range(4)]
-    asked += [(texts[0], prompt(), random.randrange(2**31)) for _ in range(4)]
-    settings: dict[str, Any] = {"dtype": "float32", "page_size": 4, "num_threads": 1}
-    with one_thread(), LLM(model_dir, **settings, num_pages=400) as llm:
-        desk = Desk(llm.engine, model_dir)
-        alone = [desk.one(constrained(desk, *one)).ids for one in asked]
-    monkeypatch.setattr(EngineConfig, "is_overlapped", True)
-    with one_thread(), LLM(model_dir, **settings, num_pages=60) as llm:
-        desk, engine = Desk(llm.engine, model_dir), llm.engine
-        submits = [constrained(desk, *one) for one in asked]
-        cancels = [Cancel(gateway=0, request_id=submits[0].request_id, attempt=1)]
-        turn, num_late = engine.turn, 0
-
-        def turn_and_cancel(inbox: Inbox | None = None) -> Outbox:
-            nonlocal num_late
-            step = engine.pipeline._under_way
-            if step is not None and step.awaits_masks:
-                num_late += 1
-                if cancels and random.random() < 0.1:
-                    inbox = Inbox(cancels=[cancels.pop()])
-            return turn(inbox)
-
-        engine.turn = turn_and_cancel  # type: ignore[method-assign]
-        first, *others = desk.run(*submits)
-    assert num_late
-    assert isinstance(first, Outcome), first
-    assert first.ids == alone[0][: len(first.ids)]
-    for outcome, ids in zip(others, alone[1:], strict=True):
-        assert isinstance(outcome, Outcome), outcome
-        assert outcome.ids == ids
-    assert sum(o.num_preemptions for o in others if isinstance(o, Outcome)) > 0
-
-
-def constrained(desk: Desk, text: str, ids: list[int], seed: int) -> Submit:
-    constraint = Constraint(kind="regex", text=text)
-    return desk.submit(constraint, ids, temperature=1.0, seed=seed)
 
 
 @pytest.mark.each_of("overlap", "slow_mask")

@@ -243,8 +243,6 @@ class StepSampler:
         self._sampler = sampler
         self._constraints = constraints
         self._has_masks = False
-        self.has_begun_masks = False
-        """Whether the masks of the step after the one under way are being computed meanwhile."""
         self._has_row = np.zeros(sampler.null_slot + 1, np.bool_)
         self._has_row[sampler.null_slot] = True
         self.num_slots = 0
@@ -276,19 +274,10 @@ class StepSampler:
             begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
             others = [item.request for item in plan.verifies if not _needs_drafts(item)]
             requests = [*requests[:begin], *others, *requests[behind:]]
-        self._has_masks = self.has_begun_masks or bool(self._constraints.grammars)
-        if self._has_masks and not self.has_begun_masks:
+        self._has_masks = bool(self._constraints.grammars)
+        if self._has_masks:
             rows = self._sampler.mask_memory
             self._constraints.begin_masks(requests, rows=rows, is_awaited=is_late)
-
-    def begin_masks(self, requests: Sequence[Request], drawn: SampledTokens) -> None:
-        """Begins the masks of a step of the same requests as the step before, whose tokens are not
-        committed yet, where that takes none of the caller's time.
-        """
-        if self._constraints.grammars and requests == drawn.requests and not drawn.errors:
-            self.has_begun_masks = self._constraints.begin_masks_aside(
-                requests, drawn.tokens, self._sampler.mask_memory
-            )
 
     def begin(self, plan: Plan, requests: Sequence[Request], logits: Logits) -> PendingTokens:
         """Samples one token for each request; with drafts, one for each accepted draft and one
@@ -379,7 +368,6 @@ class StepSampler:
         errors: dict[int, WeftError] = {}
         if not self._has_masks:
             return errors
-        self.has_begun_masks = False
         written: list[Request] = []
         for request, masks in self._constraints.take_masks():
             if masks is None:
@@ -388,8 +376,6 @@ class StepSampler:
                 errors[requests.index(request)] = masks
             else:
                 self._set_mask(request, masks)
-        # Tokens of requests that have ended since are undefined.
-        written = [request for request in written if request.slot >= 0]
         if written:
             slots = np.array([request.slot for request in written], np.int64)
             counts = [request.num_generated for request in written]
@@ -504,8 +490,7 @@ class StepSampler:
         return slots
 
     def give_up(self) -> None:
-        """Drops the masks of a step that failed."""
-        self.has_begun_masks = False
+        """Drops the masks of a step that failed after `prepare`."""
         self._constraints.take_masks()
 
     def free(self, slot: int) -> None:

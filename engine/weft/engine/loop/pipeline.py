@@ -9,8 +9,7 @@ plan, and then commits the oldest.
 
 A step's forward pass needs only the sampled tokens of the step before, and these stay on the
 device. Sampling may need those tokens on the host, where masks of constraints follow them. So it
-begins when the step before is committed; the device runs the forward pass meanwhile. If other
-threads make the masks, it begins in the next turn, and the host commits and plans meanwhile.
+begins when the step before is committed; the device runs the forward pass meanwhile.
 
 Without overlap, a step is committed in the turn in which it begins. Everything else is the same.
 
@@ -91,8 +90,6 @@ class _Step:
     """Mark of all of the step's device work; set where turns may leave the step."""
     incoming: Sequence[Request] = ()
     """Requests whose pages are loaded while the step computes."""
-    awaits_masks: bool = False
-    """Whether the step's sampling has not begun although the turn has ended."""
 
 
 INCOMING_TIMEOUT_S = 1.0
@@ -113,7 +110,6 @@ class StepPipeline:
         host: The lock that other threads yield; released while this thread waits for the device.
         lead_s: If turns leave steps: time before the expected end of a step of decodes at which the
             next one begins, at the latest (`StepEnds`).
-        may_draw_later: Whether a turn may end before the sampling of its step has begun.
     """
 
     def __init__(
@@ -129,7 +125,6 @@ class StepPipeline:
         media: MediaRows | FilledMedia | None = None,
         host: HostPriority,
         lead_s: float = math.inf,
-        may_draw_later: bool = True,
     ) -> None:
         self._drafter = drafter
         self._media = media
@@ -150,7 +145,6 @@ class StepPipeline:
         committed. None after a turn that waited for a step.
         """
         self._num_lanes = executor.facts.num_lanes
-        self._may_draw_later = may_draw_later and not executor.facts.writes_after_draw
         self._in_lanes = deque[_Step]()
         """Steps under way where there are several lanes, oldest first."""
         self._last_ended_at = 0.0
@@ -233,7 +227,6 @@ class StepPipeline:
         """
         if self._num_lanes > 1:
             return self._turn_lanes(plan)
-        self.draw_waiting()
         if len(plan):
             # With no step under way, tokens that masks depend on are known before the forward pass.
             self._next = self._start(plan, is_ready=self._under_way is None)
@@ -245,10 +238,7 @@ class StepPipeline:
             self._end(before)
         step, self._next = self._next, None
         if step is not None:
-            if self._step_sampler.has_begun_masks and step.logits is not None:
-                step.awaits_masks = True
-            else:
-                self._draw(step, is_ready=step.is_ready)
+            self._draw(step, is_ready=step.is_ready)
             if self._is_overlapped:
                 self._under_way = step
             else:
@@ -258,13 +248,6 @@ class StepPipeline:
         if self.flight is not None and has_worked and self._under_way is None:
             self.flight.end()
         return has_worked
-
-    def draw_waiting(self) -> None:
-        """Begins the sampling that waits for masks, if any. To be called before a slot is freed."""
-        step = self._under_way
-        if step is not None and step.awaits_masks:
-            step.awaits_masks = False
-            self._draw(step, is_ready=False)
 
     def _turn_lanes(self, plan: Plan) -> bool:
         steps = self._in_lanes
@@ -388,8 +371,6 @@ class StepPipeline:
         except Exception as error:
             self._fail(step, error)
         self.host_goes_on()
-        if self._next is not None and drawn is not None:
-            self._begin_masks(self._next, drawn)
         self._scheduler.commit(step.number, step.plan)
         if self._is_asynchronous:
             step.ended_at = self._clock()
@@ -401,16 +382,6 @@ class StepPipeline:
         if self.leaves and not step.incoming:
             self._ends.learn(duration_s, step.plan.num_tokens, is_plain=step.is_plain)
         self._owner.step_done(step.plan, drawn, duration_s)
-
-    def _begin_masks(self, step: _Step, drawn: SampledTokens) -> None:
-        """Begins the masks of the step that follows the one whose tokens these are."""
-        if step.logits is None or step.drawing is not step.plan.decodes:
-            return
-        try:
-            if self._may_draw_later:
-                self._step_sampler.begin_masks(step.drawing, drawn)
-        except Exception as error:
-            self._fail(step, error)
 
     def _settle(self, step: _Step, drawn: SampledTokens | None) -> SampledTokens | None:
         """Publishes pages that were loaded while the step computed. Drops the tokens of requests

@@ -156,7 +156,6 @@ class EngineWiring:
             media=self.media or self.filled_media,
             host=parts.host,
             lead_s=config.step_lead_s,
-            may_draw_later=parts.lockstep is None,
         )
         self.profiles = StepProfiles(
             parts.executor, parts.local.profiler, self.out, clock, config.num_ranks
@@ -446,7 +445,6 @@ class EngineWiring:
             self.groups.on_finished(request)
 
     def _on_slot_free(self, slot: int) -> None:
-        self.pipeline.draw_waiting()
         self.parts.executor.page_table.clear(slot)
         self.step_sampler.free(slot)
         if self.parts.drafter is not None:

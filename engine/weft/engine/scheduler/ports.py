@@ -82,22 +82,8 @@ class MaskSource(Protocol):
         """
         ...
 
-    def begin_masks_aside(
-        self,
-        requests: Sequence[Request],
-        drawn: Sequence[int],
-        rows: Callable[[], MaskRows],
-    ) -> bool:
-        """Like `begin_masks`, if the caller can do other work meanwhile. Returns False, and does
-        nothing, unless the requests are those of the step before.
-
-        Args:
-            drawn: The newest token of each request, which the requests do not have yet.
-        """
-        ...
-
     def take_masks(self) -> list[tuple[Request, Made]]:
-        """Waits for the masks that were begun last."""
+        """Waits for the masks that `begin_masks` started."""
         ...
 
     def sizes(self) -> dict[str, int]:

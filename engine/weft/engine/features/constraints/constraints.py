@@ -162,24 +162,6 @@ class Constraints:
         self._begin_s = time.monotonic() - began
         self._masked = masked
 
-    def begin_masks_aside(
-        self,
-        requests: Sequence[Request],
-        drawn: Sequence[int],
-        rows: Callable[[], MaskRows],
-    ) -> bool:
-        group, self._masked = self._group, []
-        if group is None or not group.is_shared:
-            return False
-        tokens = group.next_tokens(requests, drawn)
-        if tokens is None:
-            return False
-        assert self._maker is not None
-        self._begin_s = 0.0
-        self._maker.begin_aside(group, tokens, rows())
-        self._masked = list(group.requests)
-        return True
-
     def _jobs(
         self,
         requests: Sequence[Request],
@@ -242,9 +224,7 @@ class Constraints:
             del self._refused[next(iter(self._refused))]
         for request in others:
             if request.params.constraint == constraint:
-                state = self._states.get(request)
-                if state is not None:  # Otherwise the sample has ended.
-                    state.is_lost = True
+                self._states[request].is_lost = True
 
     def sizes(self) -> dict[str, int]:
         return {

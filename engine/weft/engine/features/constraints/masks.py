@@ -86,8 +86,6 @@ class MaskGroup:
     ) -> None:
         self._of_step = list(requests)
         self.requests = [request for request, _ in members]
-        place_of = {request: place for place, request in enumerate(requests)}
-        self._places = [place_of[request] for request in self.requests]
         self.others = [request for request, _ in others]
         self._states = [state for _, state in members]
         self._states_of_others = [state for _, state in others]
@@ -96,19 +94,9 @@ class MaskGroup:
         self._targets = list(zip(self._matchers, self._slots, strict=True))
         self._executor = executor
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether threads share the work, so that another one can do without this one's."""
-        return self._executor is not None and not self.others
-
-    def next_tokens(
-        self, requests: Sequence[Request], drawn: Sequence[int] | None = None
-    ) -> list[int] | None:
+    def next_tokens(self, requests: Sequence[Request]) -> list[int] | None:
         """The newest token of each member, which its matcher has not consumed; None: the group does
         not serve for a step of these requests.
-
-        Args:
-            drawn: The newest token of each request, if the requests do not have them yet.
         """
         own, states = self.requests, self._states
         if requests != self._of_step or [request.slot for request in own] != self._slots:
@@ -118,18 +106,15 @@ class MaskGroup:
         if any(state.in_group for state in self._states_of_others):
             return None
         for request, state in zip(own, states, strict=True):
-            num_tokens = request.num_prompt_tokens + state.num_accepted + (drawn is None)
+            num_tokens = request.num_prompt_tokens + state.num_accepted + 1
             if len(request.tokens) != num_tokens or request.state is State.FINISHED:
                 return None
-        if drawn is None:
-            tokens = [request.tokens[-1] for request in own]
-        else:
-            tokens = [drawn[place] for place in self._places]
+        tokens = [request.tokens[-1] for request in own]
         return tokens if states[0].eos_token_ids.isdisjoint(tokens) else None
 
-    def follow(self, tokens: Sequence[int], rows: MaskRows) -> Callable[[], list[Made]]:
-        """Follows each member's token. Returns what writes its mask into the row of its slot, and
-        then returns None or the error of each.
+    def make(self, tokens: Sequence[int], rows: MaskRows) -> list[Made]:
+        """Follows each member's token, then writes its mask into the row of its slot. Returns None
+        or the error of each.
         """
         began = time.monotonic()
         made: list[Made] = [None] * len(tokens)
@@ -142,13 +127,9 @@ class MaskGroup:
                 made[place] = state.refusal(tokens[place])
         if not all(are_right):
             targets = [one for one, is_right in zip(targets, are_right, strict=True) if is_right]
-
-        def fill() -> list[Made]:
-            _fill(targets, rows, self._executor)
-            _finish(self._states, made, began)
-            return made
-
-        return fill
+        _fill(targets, rows, self._executor)
+        _finish(self._states, made, began)
+        return made
 
 
 class MaskMaker:
@@ -161,9 +142,7 @@ class MaskMaker:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._orders: queue.SimpleQueue[Callable[[], list[Made]] | None] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[list[Made] | Exception] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Gets an item when the thread has started on masks of `begin_aside`."""
+        self._made: queue.SimpleQueue[list[Made]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if num_threads is None:
             num_threads = min(MAX_THREADS, num_cores() // 2)
@@ -189,34 +168,14 @@ class MaskMaker:
         order = partial(self._masks_of, jobs, rows, group)
         if is_awaited:
             self._made.put(order())
-        else:
-            self._give(order)
-
-    def begin_aside(self, group: MaskGroup, tokens: Sequence[int], rows: MaskRows) -> None:
-        """Like `begin` of a group that `is_shared`, but returns once llguidance's threads compute
-        the masks, without Python's lock: the caller goes on meanwhile.
-        """
-        fill = group.follow(tokens, rows)
-
-        def order() -> list[Made]:
-            # The caller gets Python's lock when llguidance lets go of it.
-            self._started.put(None)
-            return fill()
-
-        self._give(order)
-        self._started.get()
-
-    def _give(self, order: Callable[[], list[Made]]) -> None:
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
             self._thread.start()
         self._orders.put(order)
 
     def take(self) -> list[Made]:
-        made = self._made.get()
-        if isinstance(made, Exception):
-            raise made
-        return made
+        return self._made.get()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -225,10 +184,7 @@ class MaskMaker:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            try:
-                self._made.put(order())
-            except Exception as error:  # The step fails that takes the masks.
-                self._made.put(error)
+            self._made.put(order())
 
     def group(
         self,
@@ -275,7 +231,7 @@ class MaskMaker:
             _charge(jobs, times, made)
         if steady is not None:
             assert rows is not None, "a group writes its masks into rows"
-            made += steady[0].follow(steady[1], rows)()
+            made += steady[0].make(steady[1], rows)
         return made
 
     def _make_together(self, group: list[_Member], rows: MaskRows, made: list[Made]) -> None:
