@@ -219,6 +219,24 @@ def test_whatever_fails_is_the_failure_of_its_sample(
     maker.close()
 
 
+def test_a_thread_that_fails_fails_the_step_that_takes_its_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    maker, walks = MaskMaker(), [Walk(pattern) for pattern in PATTERNS]
+
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(maker, "_masks_of", fail)
+        maker.begin([walks[0].job(0)], None, is_awaited=False)
+        with pytest.raises(MemoryError):
+            maker.take()
+    for _ in range(5):
+        turn(maker, walks)
+    maker.close()
+
+
 def test_tokens_that_come_at_once_are_followed() -> None:
     maker, states = MaskMaker(), [state_of(grammar("abc|abd")) for _ in range(2)]
     jobs = [MaskJob(states[0], [*b"ab"], (), 3), MaskJob(states[1], [], (), 1)]

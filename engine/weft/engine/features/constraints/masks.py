@@ -142,7 +142,7 @@ class MaskMaker:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._orders: queue.SimpleQueue[Callable[[], list[Made]] | None] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[list[Made]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[list[Made] | Exception] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if num_threads is None:
             num_threads = min(MAX_THREADS, num_cores() // 2)
@@ -175,7 +175,10 @@ class MaskMaker:
         self._orders.put(order)
 
     def take(self) -> list[Made]:
-        return self._made.get()
+        made = self._made.get()
+        if isinstance(made, Exception):
+            raise made
+        return made
 
     def close(self) -> None:
         if self._thread is not None:
@@ -184,7 +187,10 @@ class MaskMaker:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            self._made.put(order())
+            try:
+                self._made.put(order())
+            except Exception as error:  # The step fails that takes the masks.
+                self._made.put(error)
 
     def group(
         self,
