@@ -280,8 +280,11 @@ QWEN_FAMILIES: dict[str, type[QwenVl]] = {
 
 
 def _taps(found: Any) -> list[torch.Tensor]:
-    """[rows of all, hidden] of each layer of the vision transformer that is tapped."""
-    return [torch.cat(list(level)) for level in getattr(found, "deepstack_features", None) or ()]
+    """[rows of all, hidden] of each layer of the vision transformer that is tapped; later versions
+    of transformers have them by picture.
+    """
+    levels = getattr(found, "deepstack_features", None) or ()
+    return [one if isinstance(one, torch.Tensor) else torch.cat(list(one)) for one in levels]
 
 
 def _inputs(pictures: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
