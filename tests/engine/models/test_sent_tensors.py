@@ -139,7 +139,7 @@ def counted(name: str, asked: Counter[str]) -> Callable[..., Any]:
 
 
 def test_experts_of_a_gpu_are_read_into_their_stacks(tmp_path: Path) -> None:
-    count = random.randrange(2, 7)
+    count = random.randrange(3, 8)
     folder = make_tiny("qwen3_moe", tmp_path, random.randrange(1 << 30), num_experts=count)
     with as_on_gpu():
         model, tensors = load_model(folder, "float32").model, tensors_of(folder)
