@@ -18,6 +18,9 @@ from weft.contract.errors import ModelError
 from weft.contract.request import StopCriteria
 from weft.contract.weights import SentTensor, TensorHandle
 from weft.engine.loop.llm import LLM
+from weft.engine.model.loader import load_model
+from weft.testing.models.families import make_family
+from weft.testing.models.senders import tensors_of
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.needs("cuda")
@@ -101,3 +104,13 @@ def test_handles_of_nothing_are_refused_and_the_old_weights_stay(tmp_path: Path)
                 )
             assert llm.weights.state == "ready"
         assert texts(llm) == right
+
+
+def test_an_update_may_be_read_by_way_of_the_host(tmp_path: Path) -> None:
+    """As matrices that lie transposed in files."""
+    first, second = (make_family("gpt2", tmp_path / str(seed), seed) for seed in (1, 2))
+    model, fresh = (load_model(one, "bfloat16", "cuda:0") for one in (first, second))
+    sent = model.refit.expect()
+    sent.put({name: one.to("cuda:0") for name, one in tensors_of(second).items()})
+    model.refit.from_sent(sent)
+    assert model.refit.packed_digest() == fresh.refit.packed_digest()

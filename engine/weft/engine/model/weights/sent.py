@@ -193,11 +193,11 @@ class SentTensors(CheckpointReader):
 
     def finish(self) -> None:
         """Raises ModelError if a number that was read is not finite."""
-        by_dtype = dict[torch.dtype, list[tuple[str, torch.Tensor]]]()
-        for name, one in self._unchecked:
-            by_dtype.setdefault(one.dtype, []).append((name, one))
+        alike = dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]]()
+        for name, one in self._unchecked:  # Some are read by way of the host.
+            alike.setdefault((one.dtype, one.device), []).append((name, one))
         self._unchecked = []
-        for dtype, pairs in by_dtype.items():
+        for (dtype, _), pairs in alike.items():
             values = torch.stack([one for _, one in pairs])
             answers = values if dtype == torch.bool else values.isfinite()
             for (name, _), is_finite in zip(pairs, answers.tolist(), strict=True):
