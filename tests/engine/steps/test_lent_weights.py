@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from contextlib import AbstractContextManager
+import random
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +19,11 @@ from weft.contract.codec.pairs import SENT_TENSOR
 from weft.contract.errors import ConfigError, InvalidRequest, ModelError
 from weft.contract.request import StopCriteria
 from weft.contract.weights import SentTensor, TensorHandle
-from weft.engine.executor import shared_tensors
+from weft.engine.executor import refits, shared_tensors
+from weft.engine.executor.received import copies
+from weft.engine.executor.refits import WeightRefits, encode_tensors
 from weft.engine.loop.llm import LLM
+from weft.engine.model.weights.sent import KnownTensor, SentTensors
 from weft.testing.models.lenders import lent_by_host
 from weft.testing.models.senders import described, tensors_of
 from weft.testing.models.tiny_models import make_tiny
@@ -182,3 +189,62 @@ def test_memory_of_a_trainer_is_closed_only_once_it_is_read(
     with pytest.raises(ModelError, match="of memory of 40"):
         read_too_much()
     assert done == ["copied", "closed"]
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4, 8])
+def test_copies_are_of_the_same_numbers_wherever_they_lie(multiple: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    memory = torch.randint(0, 256, (4000,), dtype=torch.uint8)
+    spans = [
+        (multiple * random.randrange(200), multiple * random.choice([0, 1, random.randrange(200)]))
+        for _ in range(random.randrange(1, 9))
+    ]
+    sent = [
+        SentTensor(name=str(n), dtype="uint8", shape=[size]) for n, (_, size) in enumerate(spans)
+    ]
+    parts = [memory[begin : begin + size] for begin, size in spans]
+    right = [one.clone() for one in parts]
+    found = copies(parts, sent)
+    memory.zero_()
+    assert all(map(torch.equal, found, right))
+
+
+def test_memory_of_a_trainer_is_closed_when_the_model_refuses_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the trainer is told, not when Python collects garbage."""
+    tensors = {name: torch.randn(random.randrange(1, 99)) for name in "abcd"}
+    known = {
+        name: KnownTensor(tuple(one.shape), one.dtype, 1, is_used=True)
+        for name, one in tensors.items()
+    }
+
+    def refuse(sent: SentTensors) -> bytes:
+        raise ModelError("the model refuses it")
+
+    refit: Any = SimpleNamespace(
+        expect=lambda: SentTensors(known), from_sent=refuse, has_written=False
+    )
+    opened, closed = shared_tensors.opened, list[str]()
+
+    @contextmanager
+    def noted(*args: Any) -> Iterator[shared_tensors.SharedTensors]:
+        try:
+            with opened(*args) as shared:
+                yield shared
+        finally:
+            closed.append("closed")
+
+    monkeypatch.setattr(refits, "opened", noted)
+    monkeypatch.setattr(refits, "TOGETHER_BYTES", 1)
+    local = WeightRefits(refit, torch.device("cpu"))
+    gc.collect()
+    gc.disable()
+    try:
+        with lent_by_host(tensors) as lent:
+            local.receive("", encode_tensors(lent), 0, ends=True)
+            while (result := local.jobs.take()) is None:
+                time.sleep(0.01)
+        assert (result.problem, closed) == ("the model refuses it", ["closed"])
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,7 +14,8 @@ TOGETHER_BYTES = 128 << 20
 copy than to make it.
 """
 _ALIGNMENT_BYTES = 256
-_WIDE_BYTES = 8
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their bytes."""
 
 
 def divided(tensors: Sequence[SentTensor], most_bytes: int) -> Iterator[list[SentTensor]]:
@@ -40,8 +42,8 @@ def shaped(parts: Sequence[torch.Tensor], tensors: Sequence[SentTensor]) -> list
 
 
 def copies(parts: Sequence[torch.Tensor], tensors: Sequence[SentTensor]) -> list[torch.Tensor]:
-    """As `shaped`, but copies, which share new memory. The parts, at least one, lie anywhere on one
-    device.
+    """As `shaped`, but copies, which share new memory. The parts, at least one, lie anywhere in
+    allocations of one device.
     """
     begins, end = list[int](), 0
     for part in parts:
@@ -51,7 +53,7 @@ def copies(parts: Sequence[torch.Tensor], tensors: Sequence[SentTensor]) -> list
     places = [
         memory[begin : begin + part.numel()] for begin, part in zip(begins, parts, strict=True)
     ]
-    is_wide = not any(one.data_ptr() % _WIDE_BYTES or one.numel() % _WIDE_BYTES for one in parts)
-    kind = torch.int64 if is_wide else torch.uint8
-    torch._foreach_copy_([one.view(kind) for one in places], [one.view(kind) for one in parts])
+    sizes = (size for one in parts for size in (one.storage_offset(), one.numel()))
+    word = _WORDS[math.gcd(max(_WORDS), *sizes)]
+    torch._foreach_copy_([one.view(word) for one in places], [one.view(word) for one in parts])
     return shaped(places, tensors)

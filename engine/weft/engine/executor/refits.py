@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
@@ -57,6 +58,7 @@ class _Update:
     def give_up(self, problem: str) -> None:
         self.sent.close(problem)
         self._thread.join()
+        self._error = None  # Its traceback has tensors that came.
 
     def _run(self) -> None:
         try:
@@ -213,9 +215,10 @@ class WeightRefits:
         try:
             update.sent.check(tensors)
             found = self._lent(tensors) if is_lent else self._sent(name, tensors, packed_bytes)
-            for part, came in found:
-                update.check()
-                update.sent.put({one.name: own for one, own in zip(part, came, strict=True)})
+            with closing(found):
+                for part, came in found:
+                    update.check()
+                    update.sent.put({one.name: own for one, own in zip(part, came, strict=True)})
             if not ends or update.sent.lacking:
                 return RankResult()
             digest = update.end()
@@ -229,13 +232,13 @@ class WeightRefits:
 
     def _sent(
         self, name: str, tensors: Sequence[SentTensor], packed_bytes: int
-    ) -> Iterator[_Received]:
+    ) -> Generator[_Received, None, None]:
         group, member = self._groups[name]
         most = group.packed_bytes if packed_bytes == AS_GROUP else packed_bytes
         for part in divided(tensors, most):
             yield from _received(member, part, most)
 
-    def _lent(self, tensors: Sequence[SentTensor]) -> Iterator[_Received]:
+    def _lent(self, tensors: Sequence[SentTensor]) -> Generator[_Received, None, None]:
         with opened(self._device, tensors) as shared:
             for part in divided(tensors, TOGETHER_BYTES):
                 yield part, shared.read(part)
@@ -279,7 +282,7 @@ def _decode_tensors(text: str) -> list[SentTensor]:
 
 def _received(
     member: Broadcasts, part: Sequence[SentTensor], packed_bytes: int
-) -> Iterator[_Received]:
+) -> Generator[_Received, None, None]:
     if not packed_bytes:
         (one,) = part
         out = torch.empty(one.shape, dtype=dtype_of(one.dtype), device=member.device)
