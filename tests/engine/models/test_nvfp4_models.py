@@ -14,7 +14,6 @@ from weft.engine.model.loader import check_weights, load_model
 from weft.testing.models.every_family import check_logits
 from weft.testing.models.int_models import SIZES
 from weft.testing.models.nvfp4_models import CONFIGS, Layout, nvfp4_models
-from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.quantised_models import copy_of_model
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
@@ -86,13 +85,9 @@ def test_products_of_a_mixed_recipe_may_be_in_fp8(kind: str, tmp_path: Path) -> 
     config = CONFIGS["modelopt"] | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     mixed = copy_of_model(source, tmp_path / "mixed", packed, {"quantization_config": config})
     wide = copy_of_model(source, tmp_path / "wide", floats, {})
-    prompt = [random.randrange(3, 500) for _ in range(33)]
-    found, expected = (
-        PagedDriver(load_model(path, "float32").model, 16).step([(PagedRequest(), prompt)])
-        for path in (mixed, wide)
-    )
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
-    assert load_model(mixed, "float32").weight_format == "nvfp4 + float32"
+    loaded = load_model(mixed, "float32")
+    check_logits(loaded.model, wide)
+    assert loaded.weight_format == "nvfp4 + float32"
     first = next(iter(layers))
     layers[first] = {"quant_algo": "W4A8_AWQ"}
     copy_of_model(source, tmp_path / "other", packed, {"quantization_config": config})

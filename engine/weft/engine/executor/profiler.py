@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile, record_function
 from torch.profiler import ProfilerActivity, supported_activities
-from weft.engine.base.device_threads import start_device_thread
+from weft.engine.base.device_threads import use_device
 from weft.engine.executor.step_input import StepInput
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,10 @@ class StepProfiler:
 
     def prepare(self, *, host: bool, device: bool) -> None:
         self._problem, self._num_steps = "", 0
-        self._preparing = start_device_thread(
-            "profiler", self._device, lambda: self._guarded(lambda: self._prepare(host, device))
+        self._preparing = threading.Thread(
+            target=self._guarded, args=(lambda: self._prepare(host, device),), daemon=True
         )
+        self._preparing.start()
 
     def start(self) -> None:
         if self._preparing is not None:
@@ -88,6 +89,7 @@ class StepProfiler:
         threading.Thread(target=_write, args=(recorded, path, self._problem), daemon=True).start()
 
     def _prepare(self, host: bool, device: bool) -> None:
+        use_device(self._device)
         on_gpu = device and self._device.type == "cuda"
         can_record = ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
         if on_gpu and not can_record:

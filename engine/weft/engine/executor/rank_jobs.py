@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from weft.contract.errors import ConfigError, Internal
-from weft.engine.base.device_threads import start_device_thread
+from weft.engine.base.device_threads import use_device
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RankJobs:
     def begin(self, job: Callable[[], RankResult]) -> None:
         """Begins a job, which raises nothing."""
         self._result = None
-        start_device_thread(self._name, self._device, partial(self._run, job))
+        threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
 
     def take(self) -> RankResult | None:
         """The result of all ranks, once there is one; None: a job runs."""
@@ -76,6 +76,7 @@ class RankJobs:
 
     def _run(self, job: Callable[[], RankResult]) -> None:
         try:
+            use_device(self._device)
             self._result = self._combine(job())
         except Exception as error:
             logger.exception("the results of the ranks were not joined")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from typing import TypeAlias
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
 from weft.contract.weights import SentTensor, TensorHandle, WeightGroup, WeightOffer
-from weft.engine.base.device_threads import start_device_thread
+from weft.engine.base.device_threads import use_device
 from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
 from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
 from weft.engine.executor.received import TOGETHER_BYTES, copies, divided
@@ -40,7 +41,9 @@ class _Update:
         self.sent = refit.expect()
         self._digest = b""
         self._error: Exception | None = None
-        self._thread = start_device_thread("refit-fill", device, self._run)
+        self._device = device
+        self._thread = threading.Thread(target=self._run, name="refit-fill", daemon=True)
+        self._thread.start()
 
     def check(self) -> None:
         """Raises what the model has against a tensor that came."""
@@ -62,6 +65,7 @@ class _Update:
 
     def _run(self) -> None:
         try:
+            use_device(self._device)
             self._digest = self._refit.from_sent(self.sent)
         except Exception as error:
             self._error = error

@@ -100,8 +100,12 @@ def check_logits(model: Model, floats: Path) -> None:
     """
     prompt = [random.randrange(3, 500) for _ in range(33)]
     found = PagedDriver(model, 16).step([(PagedRequest(), prompt)], range(33))
-    reference = load_reference(floats)
+    reference, ids = load_reference(floats), torch.tensor([prompt])
     with torch.inference_mode():
-        expected = reference(torch.tensor([prompt]), use_cache=False).logits[0]
+        rounded = reference(ids, use_cache=False).logits[0]
+        reference.set_experts_implementation("eager")  # Others have no float64.
+        exact = reference.double()(ids, use_cache=False).logits[0]
+    # Where random weights nearly cancel, float32 is that much less exact in transformers too.
+    allowed = 1e-4 * exact.abs().max() + 4 * (rounded - exact).abs().max()
     with where_experts_are_sure(lambda: reference, prompt):
-        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
+        assert (found - exact).abs().max() < allowed
