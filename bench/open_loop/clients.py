@@ -125,7 +125,9 @@ class _Share:
                 due_s = self._now() + turn.pause_s
                 new = [*history, *prompt_of(turn, self._target.vocabulary)]
                 history, body = self._encode(new, turn)
-            await asyncio.sleep(max(0.0, due_s - self._now()))
+            # Event loops count in milliseconds and may wake early.
+            while (left_s := due_s - self._now()) > 0.0:
+                await asyncio.sleep(left_s)
             outcome = Outcome(due_s, prompt_tokens=len(history), turn=number)
             self._outcomes.append(outcome)
             answer = await self._ask(body, turn, outcome)

@@ -110,7 +110,7 @@ def test_every_request_is_sent_and_counted() -> None:
     sent = sorted(len(body["prompt"]) for body in server.bodies)
     assert sent == sorted(visit.turns[0].new_tokens for visit in visits)
     for outcome in outcomes:
-        assert outcome.sent_s >= outcome.due_s - 0.002  # Event loops count in milliseconds.
+        assert outcome.sent_s >= outcome.due_s
         assert outcome.ttft_s > 0.0
         assert len(outcome.events_s) == -(-outcome.output_tokens // 2)
     row = summarize("x", outcomes, Goal(60.0, 60.0))
