@@ -43,7 +43,7 @@ class ContentDigests:
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:
-    """That of one tensor."""
+    """The digest of one tensor, as `ContentDigests` makes it."""
     return ContentDigests([tensor]).take()[0]
 
 

@@ -15,7 +15,7 @@ copy than to make it.
 """
 _ALIGNMENT_BYTES = 256
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their bytes."""
+"""Integers by their size in bytes."""
 
 
 def divided(tensors: Sequence[SentTensor], most_bytes: int) -> Iterator[list[SentTensor]]:

@@ -48,7 +48,7 @@ class SharedTensors:
             self._opening[one] = threads.submit(ForeignMemory, one, self._device.index or 0)
 
     def close(self, threads: ThreadPoolExecutor) -> None:
-        """No copy of the memory may be under way."""
+        """Closes the memory, of which all copies must have ended."""
         opened = [
             one.result()
             for one in self._opening.values()

@@ -48,7 +48,9 @@ class CheckpointReader(Protocol):
         """
 
     def read_each(self, parts: Sequence[TensorSlice], outs: Sequence[torch.Tensor]) -> None:
-        """As `read_into` of one after another. All outs are of one dtype and on one device."""
+        """Reads each part into its tensor, as `read_into` does. The tensors are of one dtype and on
+        one device.
+        """
         for part, out in zip(parts, outs, strict=True):
             self.read_into(part, out)
 

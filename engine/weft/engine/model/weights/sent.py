@@ -47,7 +47,7 @@ class SentTensors(CheckpointReader):
         self._names = set[str]()
         """Of the tensors that were sent."""
         self._digests: list[tuple[Sequence[str], ContentDigests]] = []
-        """Of their contents, without their names."""
+        """Names of tensors that came together, and the digests of their numbers."""
         self._unchecked: list[tuple[str, torch.Tensor]] = []
         """[] each: as `finite_if_all`, or of FP8 whether all numbers are finite."""
         self._is_closed = False
