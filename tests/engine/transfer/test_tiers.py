@@ -21,11 +21,14 @@ from weft.contract import faults
 from weft.contract.errors import ConfigError
 from weft.contract.faults import FaultPoint, FaultSpec
 from weft.contract.keys import PageKeys
+from weft.contract.layout import PagePart
 from weft.contract.pages import Page
 from weft.contract.submits import Cancel
 from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.local import LocalExecutor
+from weft.pages.tiers.disk import PageFiles
+from weft.pages.tiers.keyed import PagePlace
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.choices import GreedyReference
@@ -395,8 +398,17 @@ def test_a_disk_that_never_answers_costs_a_page(
         assert bench.fills()
 
 
-def test_an_engine_ends_though_its_disk_never_answers(model_dir: Path, tmp_path: Path) -> None:
+def test_an_engine_ends_though_its_disk_never_answers(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = prompt_of(LENGTH)
+    has_begun = threading.Event()
+    read_part = PageFiles.read_part
+
+    def read(files: PageFiles, place: PagePlace, into: Page, part: PagePart) -> bool:
+        has_begun.set()
+        return read_part(files, place, into, part)
+
     with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
         bench.ask(prompt)
     others = set(threading.enumerate())
@@ -404,7 +416,9 @@ def test_an_engine_ends_though_its_disk_never_answers(model_dir: Path, tmp_path:
     for path in [path for path in tmp_path.rglob("*.*") if path.is_file()]:
         path.unlink()
         os.mkfifo(path)
+    monkeypatch.setattr(PageFiles, "read_part", read)
     bench.pair.submit(prompt)
+    bench.pair.run(has_begun.is_set)
 
     def is_stuck() -> bool:
         bench.pair.clock.offset_s += 3.0

@@ -190,19 +190,22 @@ class _Guard:
         self._words = words
         firsts = {one[0] for one in spellings if not one[0].isalnum()}
         self._kept = frozenset(one for one in kept if one[0] in firsts)
-        self._spelled = frozenset(one for one in spellings if one[0].isalnum() or len(one) == 2)
+        self._short = frozenset(one for one in spellings if one[0] in firsts and len(one) == 2)
         """Tokens in which the mark comes after the first character. In others it comes after the
         second one, so that a template's own search for `/think` does not find `</think>`.
         """
-        whole = self._kept | self._spelled
+        self._rests_by_letter = {
+            letter: [one[1:] for one in spellings if one[0] == letter]
+            for letter in {one[0] for one in spellings} - firsts
+        }
+        whole = self._kept | self._short
         second = f"(?:(?!{_any_of(self._kept)})\\S)?"
-        self._places = re.compile(
-            "|".join(
-                f"{re.escape(first)}(?:{_any_of([one[1:] for one in whole if one[0] == first])}"
-                f"{f'|{second}' if first in firsts else ''})"
-                for first in sorted(firsts | {one[0] for one in whole})
-            )
-        )
+        places = [
+            f"{re.escape(first)}(?:{_any_of([one[1:] for one in whole if one[0] == first])}"
+            f"|{second})"
+            for first in sorted(firsts)
+        ]
+        self._places = re.compile("|".join(places + sorted(self._rests_by_letter)))
         begins = range(1, 1 + _MAX_TEMPLATE_CHARS)
         self._rests = {one[at:] for one in spellings for at in begins if len(one) > at + 1}
         """Ends of control tokens whose beginning a template may write."""
@@ -228,11 +231,13 @@ class _Guard:
         return value
 
     def _text(self, text: str, mark: str) -> str:
+        ends = self._ends_of_letters(text)
+
         def marked(found: re.Match[str]) -> str:
             whole = found[0]
-            if whole in self._kept:
+            if whole in self._kept or (whole in ends and found.start() >= ends[whole]):
                 return whole
-            return whole[0] + mark + whole[1:] if whole in self._spelled else whole + mark
+            return whole[0] + mark + whole[1:] if whole in self._short else whole + mark
 
         text = self._places.sub(marked, text)
         bare = text.lstrip()
@@ -242,6 +247,22 @@ class _Guard:
             at = len(text) - len(bare) + 1
             return text[:at] + mark + text[at:]
         return text
+
+    def _ends_of_letters(self, text: str) -> dict[str, int]:
+        """Where a first letter of tokens could begin one, if the template removed what is between
+        the token's characters: before these indexes.
+        """
+        ends = {}
+        for letter, rests in self._rests_by_letter.items():
+            ends[letter] = -1
+            for rest in rests:
+                if text in self._words and letter + rest not in text:
+                    continue
+                end = len(text)
+                for character in reversed(rest):
+                    end = text.rfind(character, 0, max(end, 0))
+                ends[letter] = max(ends[letter], end)
+        return ends
 
 
 def _is_control(token: AddedToken, source: str) -> bool:
