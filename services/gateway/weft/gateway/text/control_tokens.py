@@ -86,7 +86,7 @@ class ControlTokens:
         """Texts that are control tokens where the template writes them."""
         # Parentheses make `split` return the tokens, too.
         self._find = re.compile(f"({_any_of(self.spellings)})")
-        self._words = frozenset(re.findall(r"\w+", source))
+        self._words = frozenset(re.findall(r"\w+", self._find.sub(" ", source)))
         """What the template may look up or compare by name."""
         tags = frozenset(tag for tag in _TAG.findall(source) if not self._find.search(tag))
         self._given = _Guard(self.spellings, tags, self._words)
