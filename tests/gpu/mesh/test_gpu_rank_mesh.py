@@ -77,7 +77,7 @@ def lose_a_rank(mesh: TinyMesh, load: Load) -> str:
     with mesh.worker("decode-0") as stub:
         first = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=30).engine_pid
     children = psutil.Process(first).children()
-    others = [child for child in children if "follow" in " ".join(child.cmdline())]
+    others = [child for child in children if "rank_process" in " ".join(child.cmdline())]
     ranks = [psutil.Process(first), *others]
     before, told = mesh.service("decode-0")["epoch"], len(mesh.log("decode-0"))
     lost = random.choice(ranks)

@@ -141,7 +141,8 @@ def drafted_texts(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
 
 def lose_a_rank(llm: LLM, how: str) -> dict[str, Any]:
     """Kills or stops a rank under load; what is raised, and seconds after which it is."""
-    ranks = [one for one in psutil.Process().children() if "follow" in " ".join(one.cmdline())]
+    children = psutil.Process().children()
+    ranks = [one for one in children if "rank_process" in " ".join(one.cmdline())]
     lost_at = 0.0
 
     def strike() -> None:
