@@ -21,6 +21,7 @@ from weft.contract.layout import StatePart, StatePlane
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.ranks.share import runs_over_ranks
 from weft.engine.executor.states import RankBlocks, StateMemory
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import NUM_NEW, TierBench
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -212,3 +213,31 @@ def test_blocks_that_ranks_have_apart_lie_in_pages_as_those_of_one(size: int) ->
     for first, *others in ranks:
         assert first[3].isnan().all()
         assert not any(other[3].isnan().any() for other in others)
+
+
+def test_a_fill_ends_with_a_state_that_alone_comes_from_a_tier(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    """The filler has all pages and an earlier state, and loads the last one."""
+    clock = ManualClock()
+    values = {"num_pages": 80, "prefill_chunk_tokens": 4 * PAGE, "checkpoint_tokens": 100 * PAGE}
+    tiers = {"host_cache_bytes": 8 << 20, "load_back_threshold": 0, "write_through_threshold": 0}
+    owner = make_engine(model_dir, "decode", clock, **values)
+    filler = make_engine(model_dir, "prefill", clock, **values, **tiers)
+    pair, prompt = EnginePair(owner, [filler], clock), prompt_of(12 * PAGE + 1)
+    try:
+        expected = greedy(model, prompt, NUM_NEW)
+        assert pair.finish(pair.submit(prompt, NUM_NEW)) == [expected]
+        pair.settle()
+        owner.memory.flush_cache()
+        # Of the two blocks that are kept, the last one saves fewer tokens, and is evicted first.
+        (states,) = filler.parts.companions
+        counts = states.memory.counts()
+        assert counts.cached == 2
+        states.memory.release(states.memory.allocate(counts.free + 1))
+        assert states.memory.counts().cached == 1
+        assert pair.finish(pair.submit(prompt, NUM_NEW)) == [expected]
+        assert owner.counters()["fills_done"] == 2
+        assert filler.counters()["prompt_tokens"] == 12 * PAGE, "the state was computed anew"
+    finally:
+        pair.close()

@@ -418,7 +418,7 @@ class EngineWiring:
             self.groups.fail(request.key, error)
 
     def _arrived(self, request: Request) -> None:
-        self.scheduler.publish(request)
+        self.scheduler.arrived(request)
 
     def _fill_completed(self, request: Request) -> None:
         self.scheduler.fill_completed(request)

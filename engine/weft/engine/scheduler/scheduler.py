@@ -519,8 +519,18 @@ class Scheduler:
             for on_computed in self._events.computed:
                 on_computed(request, known, request.held.num_published)
         self.pages.committed(request)
-        if request.is_fill and known == request.held.num_published:
-            # Its pages were cached before; the step has computed states alone.
+        self._note_states(request, known)
+
+    def arrived(self, request: Request) -> None:
+        """Publishes pages that have come from elsewhere."""
+        known = request.held.num_published
+        self.publish(request)
+        if request.held.incoming is None and not request.held.is_private:
+            self._note_states(request, known)
+
+    def _note_states(self, request: Request, num_published: int) -> None:
+        """A fill also makes progress by states alone, whose pages were published before."""
+        if request.is_fill and num_published == request.held.num_published:
             self.progressed.append(request)
 
     def publish(self, request: Request) -> None:
