@@ -105,8 +105,9 @@ def test_a_mesh_takes_new_weights_as_one_server(mesh: TrainedMesh, tmp_path: Pat
     assert len({one["packed_digest"] for one in sums}) == 1
     assert mesh.call("GET", "server_info?config_format=json").json()["weight_version"] == "2"
     assert mesh.post("reset_prefix_cache")["success"]
-    # A folder that is none changes nothing, and says so.
-    refused = mesh.call("POST", "update_weights_from_disk", {"model_path": str(tmp_path / "no")})
+    # A folder that is none changes nothing, pauses nobody, and says so.
+    nothing = {"model_path": str(tmp_path / "no"), "abort_all_requests": True}
+    refused = mesh.call("POST", "update_weights_from_disk", nothing)
     assert (refused.status_code, "no folder" in refused.text) == (400, True), refused.text
     assert mesh.texts() == right
 
@@ -400,6 +401,7 @@ def test_a_mesh_sleeps_and_wakes_as_one_server(mesh: TrainedMesh, tmp_path: Path
     mesh.post("wake_up")
     refused = mesh.complete(PROMPTS[0])
     assert refused.status_code == 503, refused.text
+    assert refused.json()["error"]["code"] == "weights_incomplete"
     mesh.post("update_weights_from_disk", {"model_path": str(mesh.model_dir)})
     other = mesh.call("POST", "weights_checker", {"action": "compare"})
     assert other.status_code in (200, 409)

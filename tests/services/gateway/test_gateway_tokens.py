@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import grpc
 import pytest
 from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.message import Message
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import WeftError
 from weft.gateway.api.trainer.token_answers import ContinuedAnswer, TokensAnswer
-from weft.testing.models.tiny_tokenizers import byte_level_bpe
+from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
 from weft.testing.services.fake_decode import Script, prompt_score
 from weft.testing.services.gateway_harness import Harness, gateway
-from weft.v1 import decode_pb2, dialects_pb2_grpc
+from weft.v1 import decode_pb2, dialects_pb2, dialects_pb2_grpc
 
 TOKENIZER = byte_level_bpe()
 SIZE = TOKENIZER.get_vocab_size()
@@ -241,3 +243,39 @@ async def test_they_are_off_unless_the_gateway_serves_trainers(tmp_path: Path) -
         ):
             error = await refusal(mesh, method, body)
             assert (error.http_status, error.reason) == (404, "TRAINERS_OFF")
+
+
+async def test_weights_of_several_models_are_not_changed_as_if_they_were_one(
+    tmp_path: Path,
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(token := secrets.token_urlsafe(32))
+    other = write_model_dir(tmp_path / "other", TOKENIZER, 512)
+    async with gateway(
+        tmp_path,
+        script,
+        rl=True,
+        console="operate",
+        admin_token_file=token_file,
+        models=[f"another={other}"],
+    ) as mesh:
+        stub = dialects_pb2_grpc.TrainerServiceStub(mesh.channel)
+        tensors = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
+        group = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 9}
+        orders: list[tuple[str, Message]] = [
+            (method, HttpBody(data=json.dumps(body).encode()))
+            for method, body in (
+                ("UpdateWeightsFromDisk", {"model_path": "/x", "abort_all_requests": True}),
+                ("InitWeightsUpdateGroup", group),
+                ("BeginWeightUpdate", {}),
+                ("UpdateWeightsFromDistributed", {**tensors, "abort_all_requests": True}),
+                ("EndWeightUpdate", {}),
+            )
+        ]
+        orders.append(("SleepWorkers", dialects_pb2.SleepWorkersRequest(level=2)))
+        for method, order in orders:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await getattr(stub, method)(order, metadata=[("authorization", f"Bearer {token}")])
+            error = from_rpc_error(caught.value)
+            assert (error.http_status, error.reason) == (400, "INVALID_REQUEST"), (method, error)
+            assert "`another`" in error.message

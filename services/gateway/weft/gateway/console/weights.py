@@ -41,6 +41,7 @@ class MeshWeights:
     the workers answer, by their ids.
 
     Raises:
+        InvalidRequest: The order is to change or drop weights, and there are several models.
         PeerUnavailable: There is no worker.
         WeftError: What the first worker that did not obey says, with its id. The others have
             obeyed. After an update only those that have its weights get requests.
@@ -57,6 +58,7 @@ class MeshWeights:
         return await self._on_all("Resume", weights_pb2.ResumeRequest(), token, _SHOW_TIMEOUT_S)
 
     async def refit(self, folder: str, version: str, token: str) -> Mapping[str, WeightStatus]:
+        self.check_one_model()
         request = weights_pb2.RefitRequest(folder=folder, version=version)
         return await self._on_all("Refit", request, token, MAX_LIMIT_S)
 
@@ -97,6 +99,7 @@ class MeshWeights:
         """Joins a trainer's group with all ranks of all workers, the first as `group.rank`. Raises
         InvalidRequest if the group has too few places.
         """
+        self.check_one_model()
         known = await self.show(token, packed_digest=False)
         total = sum(status.num_ranks for status in known.values())
         if group.rank + total > group.size:
@@ -119,6 +122,7 @@ class MeshWeights:
         return await self._on_all("LeaveWeightGroup", request, token, _SHOW_TIMEOUT_S)
 
     async def begin(self, token: str) -> Mapping[str, WeightStatus]:
+        self.check_one_model()
         return await self._on_all("BeginRefit", weights_pb2.BeginRefitRequest(), token, MAX_LIMIT_S)
 
     async def receive(
@@ -130,6 +134,7 @@ class MeshWeights:
         packed_bytes: int | None = None,
         version: str = "",
     ) -> Mapping[str, WeightStatus]:
+        self.check_one_model()
         request = weights_pb2.ReceiveWeightsRequest(
             group_name=group_name,
             tensors=[SENT_TENSOR.encode(one) for one in tensors],
@@ -139,12 +144,15 @@ class MeshWeights:
         return await self._on_all("ReceiveWeights", request, token, MAX_LIMIT_S)
 
     async def end(self, version: str, token: str) -> Mapping[str, WeightStatus]:
+        self.check_one_model()
         request = weights_pb2.EndRefitRequest(version=version)
         return await self._on_all("EndRefit", request, token, MAX_LIMIT_S)
 
     async def sleep(
         self, level: int, tags: Sequence[str], mode: PauseMode, token: str
     ) -> Mapping[str, WeightStatus]:
+        if level > 1:
+            self.check_one_model()
         numbers = PAUSE_MODES.numbers
         request = weights_pb2.SleepRequest(level=level, tags=tags, mode=numbers[mode])
         return await self._on_all("Sleep", request, token, MAX_LIMIT_S)
@@ -162,6 +170,18 @@ class MeshWeights:
         request = admin_pb2.FlushCacheRequest()
         answers = await self._call_all("FlushCache", request, token, _FLUSH_TIMEOUT_S)
         return sum(answer.flushed_pages for answer in answers.values())
+
+    def check_one_model(self) -> None:
+        """Raises InvalidRequest if there are several models, since the workers of all would take
+        the same weights, or drop theirs.
+        """
+        if len(models := self.fleet.models) > 1:
+            names = ", ".join(f"`{name}`" for name in models)
+            raise InvalidRequest(
+                f"this gateway serves {names}, and weights are changed for all of its workers: "
+                "serve the model that is trained by a mesh of its own",
+                stage="weights",
+            )
 
     async def _on_all(
         self, method: str, request: Any, token: str, timeout_s: float

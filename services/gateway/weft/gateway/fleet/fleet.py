@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -154,6 +154,11 @@ class Fleet:
                 continue
             if model in (None, worker.model):
                 yield worker
+
+    @property
+    def models(self) -> Sequence[str]:
+        """Names of the models that are served."""
+        return tuple(self._by_model)
 
     def of(self, model: str) -> ModelFleet:
         """The workers of one of the models."""

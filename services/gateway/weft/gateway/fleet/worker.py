@@ -402,6 +402,11 @@ class FleetWorker:
         """What of the worker sleeps, by its last report."""
         return () if self._load is None else self._load.asleep
 
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether it has no version of the weights, by its last report."""
+        return self._load is not None and self._load.weights.state == "failed"
+
     def health_problem(self, now: float) -> str:
         """Like `problem`, without the outcomes of earlier requests."""
         load = self._load
@@ -418,8 +423,8 @@ class FleetWorker:
             return f"no load report for {now - self._load_time:.1f} s"
         if self.session is not None and not self.session.is_open:
             return self.session.problem
-        if load.weights.state == "failed":
-            return "its weights are a mixture, until an update ends"
+        if self.lacks_weights:
+            return "has no version of the weights until an update ends"
         if self.member is not None and self._versions.is_outdated(
             self.model, self.member.worker_id
         ):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from weft.contract.errors import Asleep, PeerUnavailable, WeftError
+from weft.contract.errors import Asleep, PeerUnavailable, WeftError, WeightsIncomplete
 from weft.contract.spans import Media
 from weft.gateway.admission.slo.forecast import IndexedPool, LatencyForecaster
 from weft.gateway.fleet.discovery import Role
@@ -250,8 +250,8 @@ class Router:
         )
 
     def check_owners(self, digest: bytes) -> None:
-        """Raises PeerUnavailable or Asleep while no decode worker can own a request for the adapter
-        with a content digest; empty: for the base model.
+        """Raises PeerUnavailable, Asleep or WeightsIncomplete while no decode worker can own a
+        request for the adapter with a content digest; empty: for the base model.
         """
         if not self.has_holder(digest):
             raise self._nobody()
@@ -264,6 +264,12 @@ class Router:
                 f"all decode workers are asleep ({', '.join(tags)}); wake them by /wake_up",
                 stage="route",
                 retry_after_s=_RETRY_AFTER_S,
+            )
+        if found and all(one.lacks_weights for one in found):
+            return WeightsIncomplete(
+                "no decode worker has a version of the weights: an update failed, or /sleep has "
+                "dropped them; send an update that ends, or restart the workers",
+                stage="route",
             )
         return PeerUnavailable(
             f"the decode worker {worker_id} is not ready; send the request again"

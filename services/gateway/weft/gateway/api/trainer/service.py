@@ -136,8 +136,11 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         return _answer("resumed", await self._weights.resume(self._token(context)))
 
     async def IsPaused(self, request: Empty, context: Context) -> HttpBody:
-        found = await self._weights.show(self._token(context), packed_digest=False)
-        return json_body({"is_paused": any(status.pause for status in found.values())})
+        return json_body({"is_paused": await self._is_paused(self._token(context))})
+
+    async def _is_paused(self, token: str) -> bool:
+        found = await self._weights.show(token, packed_digest=False)
+        return any(status.pause for status in found.values())
 
     async def PauseGeneration(self, request: HttpBody, context: Context) -> HttpBody:
         token = self._token(context)
@@ -179,13 +182,18 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         token = self._token(context)
         facts = call_facts(context, "update")
         body, _ = await self._bodies.parse(UpdateFromDiskBody, request, _same)
+        self._weights.check_one_model()
+        resumes = False
         if body.abort_all_requests:
+            resumes = not (body.keep_pause or await self._is_paused(token))
             await self._weights.pause("abort", token)
-        found = await self._weights.refit(body.model_path, body.weight_version or "", token)
-        if body.abort_all_requests and not body.keep_pause:
-            found = await self._weights.resume(token)
+        try:
+            found = await self._weights.refit(body.model_path, body.weight_version or "", token)
+        finally:
+            if resumes:
+                resumed = await self._weights.resume(token)
         await begin_answer(context, facts.request_id)
-        return _answer("weights changed", found)
+        return _answer("weights changed", resumed if resumes else found)
 
     # -- updates through a trainer's process group -------------------------------------------------
 
@@ -214,6 +222,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         token = self._token(context)
         tensors = _tensors(body.names, body.dtypes, body.shapes)
         if body.abort_all_requests:
+            self._weights.check_one_model()
             await self._abort_all(token)
         found = await self._weights.receive(
             body.group_name, tensors, token, packed_bytes=0, version=body.weight_version or ""
