@@ -336,6 +336,12 @@ async def test_anthropics_blocks(mesh: Harness) -> None:
         mesh.dialect("Anthropic", "CreateMessage", {"max_tokens": 2, "messages": [user(block)]})
     )
     assert error.param == "messages[0].content[0].source.url"
+    block = {"type": "image", "source": {"type": "file", "file_id": "file_011"}}
+    error = await refusal(
+        mesh.dialect("Anthropic", "CreateMessage", {"max_tokens": 2, "messages": [user(block)]})
+    )
+    assert error.param == "messages[0].content[0].source.type"
+    assert "base64" in error.message
 
 
 async def test_responses_items_and_conversations(mesh: Harness) -> None:

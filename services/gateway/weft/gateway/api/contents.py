@@ -21,7 +21,7 @@ class ContentBuilder:
 
     def __init__(self, files: list[MediaFile], *, is_of_tool: bool = False) -> None:
         self._files = files
-        self._is_of_tool = is_of_tool
+        self.is_of_tool = is_of_tool
         self._parts: list[Part] = []
 
     def add_text(self, text: str) -> None:
@@ -71,7 +71,7 @@ class ContentBuilder:
                 type_param=type_param,
                 modality=modality,
                 is_coarse=is_coarse,
-                is_of_tool=self._is_of_tool,
+                is_of_tool=self.is_of_tool,
             )
         )
         self._parts.append(MEDIA_PARTS[modality])

@@ -30,6 +30,8 @@ from weft.gateway.validate import invalid, unsupported
 TOO_LONG = "prompt is too long: {tokens} tokens > {context} maximum"
 PARTS = {".function.parameters": ".input_schema", ".function.": "."}
 _CLEAR_THINKING = "clear_thinking_20251015"
+_IMAGE_FIELDS = {"base64": "data", "url": "url"}
+"""Where an image is, by the type of its source."""
 
 
 def messages_request(body: MessagesBody, facts: CallFacts) -> RawRequest:
@@ -249,7 +251,10 @@ def _result(block: BlockBody, where: str, files: list[MediaFile]) -> dict[str, A
 
 def _add_image(content: ContentBuilder, block: BlockBody, where: str) -> None:
     source = block.source or {}
-    name = {"base64": "data", "url": "url"}.get(str(source.get("type")), "data")
+    kind = str(source.get("type"))
+    if kind not in _IMAGE_FIELDS and not content.is_of_tool:
+        raise invalid(f"{where}.source.type", f"must be base64 or url, not {kind[:80]!r}")
+    name = _IMAGE_FIELDS.get(kind, "data")
     given = source.get(name)
     content.add_image(
         given if isinstance(given, str | LongText) else None,

@@ -41,6 +41,7 @@ class PartBody(PastPart):
         None,
         description="of an image: `data:image/...;base64,...`; other URLs are not fetched",
     )
+    file_id: str | None = Field(None, description="of an image: refused, no files are kept")
     detail: str | None = Field(
         None, description="of an image: `low` for fewer tokens, where the model allows it"
     )

@@ -355,6 +355,11 @@ class Conversation:
         for number, part in enumerate(content):
             place = f"{where}[{number}]"
             if part.type == "input_image":
+                if part.file_id and not part.image_url and not is_of_tool:
+                    raise invalid(
+                        f"{place}.file_id",
+                        "no files are kept here; give image_url, as data:image/...;base64,...",
+                    )
                 built.add_image(
                     part.image_url,
                     kind=part.type,
