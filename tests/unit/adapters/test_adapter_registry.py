@@ -225,6 +225,8 @@ def test_a_name_goes_from_loading_to_serving_to_retired() -> None:
     assert (serving.digest, serving.created) == (first.digest, 5)
     with pytest.raises(AdapterExists):
         manifest.begin(second, replaces=False, now=6)
+    with pytest.raises(AdapterExists, match=f"for the model `{first.model}`"):
+        manifest.begin(replace(first, model="another"), replaces=False, now=6)
     manifest = manifest.begin(second, replaces=True, now=6)
     assert manifest.of("pirate", "serving") == serving, "the old one serves until the new one does"
     loading = manifest.of("pirate", "loading")

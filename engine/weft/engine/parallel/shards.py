@@ -235,8 +235,8 @@ def check_divided_pages(config: ModelConfig, tp: int, size: int) -> None:
         good = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
         held = "a latent is" if config.latent is not None else f"{heads:,} KV heads are each"
         raise ConfigError(
-            f"dcp = {size}: with tp = {tp} {held} on {copies} rank{'s' * (copies > 1)}, so dcp can "
-            f"be {good}",
+            f"dcp = {size}: with tp = {tp}, {held} on {copies} rank{'s' * (copies > 1)}, so dcp "
+            f"can be {good}",
             param="dcp",
         )
 

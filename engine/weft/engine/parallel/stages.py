@@ -64,7 +64,7 @@ def check_stages(
             f"layers of {config.architecture} read more than the residual stream",
         ),
         (shares_kv, f"layers of {config.architecture} read the K and V of other layers"),
-        (has_images, "stages take no rows of images; take --language-model-only as well, or"),
+        (has_images, "stages take no rows of images (language_model_only leaves images out)"),
     )
     for is_so, reason in reasons:
         if is_so:

@@ -138,9 +138,11 @@ class Manifest:
         if serving is not None and serving.covers(entry):
             return self
         if serving is not None and not serving.means_as(entry) and not replaces:
+            is_same = serving.model == entry.model
+            what = "with other content" if is_same else f"for the model `{serving.model}`"
             raise AdapterExists(
-                f"the adapter `{entry.name}` exists with other content; replace it with "
-                "load_inplace (--replace of weft adapter load)",
+                f"the adapter `{entry.name}` exists {what} in this adapter root; replace it with "
+                "load_inplace (--replace of weft adapter load), or take another name",
                 stage="validate",
                 param="name",
             )
