@@ -424,6 +424,23 @@ async def test_slow_reader_gets_merged_deltas(tmp_path: Path) -> None:
         assert len(parts) < len(tokens) / 8
 
 
+async def test_requests_are_told_that_all_workers_have_lost_their_weights(tmp_path: Path) -> None:
+    """Also those that a worker gets before the gateway has heard of it."""
+    workers: list[FakeWorker] = []
+    lost = Event.Failed(error=common_pb2.ErrorDetail(code="WEIGHTS_INCOMPLETE", message="none"))
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        for worker in workers:
+            worker.weights_state = "failed"
+        return Script(tokens=[TOKENS], fail=lost, fail_after=0)
+
+    async with gateway(tmp_path, script, step_s=0.3, resume_timeout_s=600.0) as mesh:
+        workers += mesh.workers
+        for _ in range(2):
+            error = await failure_of(chat(mesh))
+            assert (error.http_status, error.reason) == (503, "WEIGHTS_INCOMPLETE")
+
+
 async def test_answer_does_not_wait_for_a_lost_report(tmp_path: Path) -> None:
     class Deaf(FakeWorker):
         def _cancel(self, cancel, runs, event):  # type: ignore[no-untyped-def]

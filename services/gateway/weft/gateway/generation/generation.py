@@ -19,6 +19,7 @@ from weft.contract.errors import (
     Overloaded,
     PeerUnavailable,
     WeftError,
+    WeightsIncomplete,
 )
 from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.gateway.fleet.session import ReconnectBackoff
@@ -395,7 +396,7 @@ class Generation:
         while True:
             try:
                 self.start()
-            except (Asleep, PeerUnavailable):
+            except (Asleep, PeerUnavailable, WeightsIncomplete):
                 if self._is_refusal(error) or self._losses.has_waited_enough(loop.time()):
                     self._give_up(error)
                     return
@@ -410,7 +411,7 @@ class Generation:
         if isinstance(error, Draining):
             return not self._was_accepted
         has_begun = any(sample.ids for sample in self.samples)
-        return isinstance(error, Asleep | Overloaded) and not has_begun
+        return isinstance(error, Asleep | Overloaded | WeightsIncomplete) and not has_begun
 
     def _give_up(self, error: WeftError) -> None:
         self.error = error

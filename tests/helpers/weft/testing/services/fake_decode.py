@@ -157,6 +157,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Messages that never come through, one after the other."""
         self.is_frozen = False
         self.is_draining = False
+        self.weights_state = "ready"
         self.role_now: worker_pb2.RoleState | None = None
         """What it is used for, of a worker of both roles."""
         self.loop_age_s = 0.0
@@ -310,6 +311,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 decode_step_requests=self.decode_step_requests,
                 role=self.role_now,
             )
+            response.weights.state = self.weights_state
             if self.adapters is not None:
                 news = self.adapters.news(told)
                 response.adapters.extend(news.statuses)
