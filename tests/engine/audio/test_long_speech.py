@@ -41,6 +41,7 @@ from weft.testing.models.tiny_speech import (
     make_talker,
     speech_tokenizer,
 )
+from weft.testing.models.tiny_whisper import in_float64
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -220,7 +221,7 @@ def test_a_long_file_is_heard_as_by_transformers(
     monkeypatch.setattr(transcribe, "_TEMPERATURES", (0.0,))
     monkeypatch.setattr(transcribe, "_LEAST_LOGPROB", -1000.0)
     reference = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    extract = WhisperFeatureExtractor(feature_size=80, chunk_length=2)
+    extract = in_float64(WhisperFeatureExtractor(feature_size=80, chunk_length=2))
     options: dict[str, Any] = {"truncation": False, "padding": "longest", "sampling_rate": RATE}
     with LLM(folder, dtype="float32", num_pages=300) as llm:
         for _ in range(count):

@@ -26,6 +26,7 @@ from weft.testing.models.tiny_speech import (
     add_speech,
     speech_tokenizer,
 )
+from weft.testing.models.tiny_whisper import in_float64
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
 from weft.v1 import common_pb2, decode_pb2, dialects_pb2_grpc
@@ -97,7 +98,7 @@ async def refusal(mesh: Harness, method: str = "Transcriptions", **fields: Any) 
 
 def clips_of(samples: np.ndarray, *starts: int) -> list[np.ndarray]:
     """The clips of transformers' spectrogram of the whole file that begin at some samples."""
-    extract = WhisperFeatureExtractor(feature_size=80, chunk_length=2)
+    extract = in_float64(WhisperFeatureExtractor(feature_size=80, chunk_length=2))
     options: dict[str, Any] = {"truncation": False, "padding": "longest"}
     mel = extract(samples, sampling_rate=RATE, return_tensors="np", **options).input_features[0]
     found = []

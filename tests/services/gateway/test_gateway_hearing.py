@@ -26,6 +26,7 @@ from weft.testing.models.tiny_hearing import (
     extractor_of,
     hearing_tokenizer,
 )
+from weft.testing.models.tiny_whisper import in_float64
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
 from weft.v1 import decode_pb2, gateway_pb2
@@ -123,7 +124,8 @@ async def test_a_worker_gets_transformers_spectrogram(mesh: Harness) -> None:
     data = samples(1.0)
     await chat(mesh, user(part(file(data, subtype="FLOAT"))))
     (media,) = mesh.workers[0].media.values()
-    wanted = extractor_of()(data[:, 0], sampling_rate=RATE, return_tensors="np")["input_features"]
+    extract = in_float64(extractor_of())
+    wanted = extract(data[:, 0], sampling_rate=RATE, return_tensors="np")["input_features"]
     found = np.frombuffer(media.data, "<f4").reshape(MELS, 2 * POSITIONS)
     np.testing.assert_allclose(found, wanted[0], rtol=0, atol=3e-5)
     assert media == Media.of("audio", media.processor, media.shape, media.data)

@@ -13,6 +13,7 @@ from transformers import WhisperFeatureExtractor
 from weft.gateway.media import audio
 from weft.gateway.media.audio import decode, log_mel
 from weft.gateway.media.prompts import BadFile
+from weft.testing.models.tiny_whisper import in_float64
 
 RATE = 16_000
 
@@ -33,9 +34,8 @@ def file_of(samples: np.ndarray, rate: int, kind: str = "WAV", subtype: str | No
 def test_spectrograms_are_those_of_transformers(mels: int, seconds: float) -> None:
     samples = np.random.default_rng(random.randrange(1 << 30)).normal(0, 0.1, int(seconds * RATE))
     samples = samples.astype(np.float32)
-    wanted = WhisperFeatureExtractor(feature_size=mels)(
-        samples, sampling_rate=RATE, return_tensors="np"
-    ).input_features[0]
+    extract = in_float64(WhisperFeatureExtractor(feature_size=mels))
+    wanted = extract(samples, sampling_rate=RATE, return_tensors="np").input_features[0]
     np.testing.assert_allclose(log_mel(samples, mels, 30 * RATE), wanted, atol=1e-4)
 
 

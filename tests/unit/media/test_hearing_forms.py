@@ -42,6 +42,7 @@ from weft.testing.models.tiny_hearing import (
     extractor_of,
     hearing_tokenizer,
 )
+from weft.testing.models.tiny_whisper import in_float64
 
 RATE = 16_000
 WINDOW = SECONDS * RATE
@@ -82,7 +83,7 @@ def mel_of(media: Media) -> np.ndarray:
 def test_voxtrals_windows_are_those_of_transformers(tmp_path: Path) -> None:
     """A clip is filled up to whole windows, and its spectrogram is cut after it was made."""
     prompts = prompts_of(tmp_path / "model", "voxtral")
-    form, extractor = in_another_process(prompts.form), extractor_of()
+    form, extractor = in_another_process(prompts.form), in_float64(extractor_of())
     itself: Any = SimpleNamespace(feature_extractor=extractor)
     for length in (*LENGTHS, random.randint(1, 3 * WINDOW)):
         samples = noise(length)
@@ -108,7 +109,7 @@ def test_voxtrals_windows_are_those_of_transformers(tmp_path: Path) -> None:
 def test_qwen2_audios_clips_are_those_of_transformers(tmp_path: Path) -> None:
     """Tokens of prompts with two clips, and the frames that their positions see."""
     prompts = prompts_of(tmp_path / "model", "qwen2_audio")
-    form, extractor = in_another_process(prompts.form), extractor_of()
+    form, extractor = in_another_process(prompts.form), in_float64(extractor_of())
     tokenizer = hearing_tokenizer("qwen2_audio")
     whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|endoftext|>")
     oracle = Qwen2AudioProcessor(extractor, whole, chat_template="")

@@ -46,3 +46,11 @@ def make_whisper(path: Path, seed: int, **overrides: Any) -> Path:
     model.generation_config.begin_suppress_tokens = None
     model.save_pretrained(path)
     return path
+
+
+def in_float64(extractor: Any) -> Any:
+    """transformers' extractor of spectrograms by its form of numpy. That of torch sums frequencies
+    in float32; where noise is nearly silent at one, no digit of its logarithm is left.
+    """
+    extractor._torch_extract_fbank_features = extractor._np_extract_fbank_features
+    return extractor
