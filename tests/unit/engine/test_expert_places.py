@@ -16,6 +16,8 @@ from weft.engine.parallel.expert_places import (
 )
 from weft.kernels.ops.moe.spec import CYCLES
 
+LEAST_GAIN = 0.02
+"""Share of the most loaded rank's work that a move saves."""
 LARGEST_RATIO = 4 / 3
 """Bound of greedy packing's largest sum over the least possible one (Graham, 1969)."""
 
@@ -49,7 +51,9 @@ def test_work_is_counted_as_the_tables_divide_it(experts: int, ranks: int, spare
         load = random_load(experts)
         new = balanced(placement, load, read_rows := random.choice([0.0, 4.0, 100.0]))
         check_whole(new, ranks, experts // ranks + spares)
-        assert new.imbalance(load, read_rows) <= placement.imbalance(load, read_rows) + 1e-9, seed
+        # Of the mean it may be more: fewer copies read fewer weights.
+        most, before = (float(one.loads(load, read_rows).max()) for one in (new, placement))
+        assert new == placement or most <= before * (1 - LEAST_GAIN), seed
         # Many rows, of which each expert gets those that were counted.
         rows = np.zeros(ranks)
         for rank in range(ranks):
