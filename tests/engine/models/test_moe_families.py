@@ -13,6 +13,7 @@ from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import Choices, asks_surely
+from weft.testing.models.every_family import assert_logits
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.moe_families import MOE_FAMILIES as FAMILIES
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -90,10 +91,7 @@ def test_logits_of_steps_over_random_cuts(family: Family) -> None:
         for (i, _), rows in zip(work, torch.split(logits, counts), strict=True):
             parts[i].append(rows)
     for prompt, pieces in zip(family.prompts, parts, strict=True):
-        with torch.inference_mode():
-            expected = family.reference(torch.tensor([prompt]), use_cache=False).logits[0]
-        error = (torch.cat(pieces) - expected).abs().max() / expected.abs().max()
-        assert error < 5e-5, float(error)
+        assert_logits(torch.cat(pieces), family.reference, prompt, 5e-5)
 
 
 def test_whole_and_in_chunks_and_from_the_cache(family: Family) -> None:
