@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.testing.models.choices import check_choices, where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -73,9 +74,10 @@ def test_short_time_steps_of_nemotron_h_stay_as_they_are(tmp_path: Path, seed: i
     found = logits_of_weft(path, tokens)
     change_config(path, time_step_min=0.0)
     assert gap(found, logits_of_transformers(path, tokens)) < 5e-4
-    # The test is about something: raised time steps would be far from this.
+    # The test is about something: raised time steps would be far from this, by
+    # 1.7e-2 in most models and 8e-3 in one of a hundred.
     change_config(path, time_step_min=0.001)
-    assert gap(found, logits_of_transformers(path, tokens)) > 5e-3
+    assert gap(found, logits_of_transformers(path, tokens)) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "bamba", "granite_hybrid-dense", "falcon_h1"])
@@ -101,17 +103,15 @@ def test_short_contexts_take_the_short_factors_of_longrope(
     expected = logits_of_transformers(path, tokens)
     for longest in (ORIGINAL, 9):
         found = logits_of_weft(path, tokens[:longest], longest)
-        assert gap(found, expected[:longest]) < 5e-5
+        with where_experts_are_sure(lambda: load_reference(path), tokens):
+            assert gap(found, expected[:longest]) < 5e-5
     # Where a context may be longer, every request has the long ones, whose pages they share.
     for longest in (ORIGINAL + 1, None):
         assert gap(logits_of_weft(path, tokens, longest), expected) > 1e-3
-    assert (
-        gap(
-            logits_of_weft(path, [*tokens, 7], ORIGINAL + 1),
-            logits_of_transformers(path, [*tokens, 7]),
-        )
-        < 5e-5
-    )
+    tokens.append(7)
+    found = logits_of_weft(path, tokens, ORIGINAL + 1)
+    with where_experts_are_sure(lambda: load_reference(path), tokens):
+        assert gap(found, logits_of_transformers(path, tokens)) < 5e-5
 
 
 def test_an_engine_for_short_contexts_writes_other_pages(tmp_path: Path, seed: int) -> None:
@@ -125,5 +125,5 @@ def test_an_engine_for_short_contexts_writes_other_pages(tmp_path: Path, seed: i
             (sample,) = llm.generate([prompt], stop=stop)
         if longest == ORIGINAL:
             logits = logits_of_transformers(path, [*prompt, *sample.token_ids])
-            assert logits[8:-1].argmax(-1).tolist() == sample.token_ids
+            check_choices(logits[8:-1], sample.token_ids)
     assert digests[0] != digests[1]
