@@ -41,7 +41,7 @@ from weft.testing.models.tiny_speech import (
     make_talker,
     speech_tokenizer,
 )
-from weft.testing.models.tiny_whisper import in_float64
+from weft.testing.models.tiny_whisper import check_times, in_float64
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -280,25 +280,10 @@ def test_words_have_the_times_of_their_tokens(
         for layer in range(layers // 2, layers)
         for head in range(reference.config.decoder_attention_heads)
     ]
-    equal = total = 0
     for media, prompt, pool, answer in pipeline.aligned:
-        ids = torch.tensor([prompt[NUM_ROWS:]])
-        mel = torch.frombuffer(bytearray(media.data), dtype=torch.float32).view(1, 80, FRAMES)
-        with torch.inference_mode():
-            made = reference(input_features=mel, decoder_input_ids=ids, output_attentions=True)
-        outputs: Any = type("Outputs", (dict,), {})()
-        outputs.cross_attentions, outputs.sequences = [made.cross_attentions], ids
         num_begin = pool.aligned_from - NUM_ROWS
-        times = reference._extract_token_timestamps(
-            outputs,
-            heads,
-            time_precision=1.0,
-            num_frames=2 * pool.num_frames,
-            num_input_ids=num_begin,
-        )[0, num_begin:-1]
-        equal += sum(a == b for a, b in zip(answer, times.tolist(), strict=True))
-        total += len(answer)
-    assert equal >= 0.95 * total
+        asked = media.data, prompt[NUM_ROWS:], num_begin, heads, pool.num_frames
+        check_times(answer, reference, *asked)
     assert len(found) == len(pipeline.aligned) >= 2
     for segment in found:
         words = segment.words

@@ -28,7 +28,9 @@ from weft.testing.models.tiny_whisper import (
     SHAPE,
     START,
     TRANSCRIBE,
+    check_times,
     make_whisper,
+    path_cost,
 )
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -67,21 +69,6 @@ def transcript() -> tuple[list[int], list[int]]:
     return [*before, START, LANGUAGE, TRANSCRIBE], [times[0], *words, times[1]]
 
 
-def times_of(reference: Any, media: Media, begin: list[int], text: list[int], frames: int) -> Any:
-    """transformers' time of each token of `text`, in frames."""
-    ids = torch.tensor([[*begin, *text]])
-    mel = torch.frombuffer(bytearray(media.data), dtype=torch.float32).view(1, MELS, FRAMES)
-    with torch.inference_mode():
-        made = reference(input_features=mel, decoder_input_ids=ids, output_attentions=True)
-    outputs: Any = type(
-        "Outputs", (dict,), {"cross_attentions": [made.cross_attentions], "sequences": ids}
-    )()
-    found = reference._extract_token_timestamps(
-        outputs, HEADS, time_precision=1.0, num_frames=2 * frames, num_input_ids=len(begin)
-    )
-    return found[0, len(begin) : -1].long().tolist()
-
-
 def prompt_of(begin: list[int], text: list[int]) -> list[int]:
     return [END] * ROWS + begin + text
 
@@ -92,14 +79,15 @@ def test_a_path_is_that_of_transformers() -> None:
         matrix = rng.normal(size=tuple(rng.integers(1, 40, 2))).astype(np.float32)
         tokens, frames = _dynamic_time_warping(-matrix.astype(np.float64))
         firsts = [int(frames[tokens == one].min()) for one in range(len(matrix))]
-        assert frames_of(matrix).tolist() == firsts
+        # That sums in float32, and may find a dearer one.
+        least = path_cost(-matrix.astype(np.float64), firsts)
+        assert path_cost(-matrix.astype(np.float64), frames_of(matrix).tolist()) <= least + 1e-9
 
 
 @pytest.mark.parametrize("chunk", [512, 32])
 def test_times_are_those_of_transformers(folder: Path, reference: Any, chunk: int) -> None:
     """Several clips at once, whole or by chunks that end within a text; a clip that was heard."""
     with LLM(folder, dtype="float32", num_pages=200, prefill_chunk_tokens=chunk) as llm:
-        equal = total = 0
         for _ in range(2):
             media, texts = [clip() for _ in range(4)], [transcript() for _ in range(4)]
             llm.put(media)
@@ -113,12 +101,9 @@ def test_times_are_those_of_transformers(folder: Path, reference: Any, chunk: in
                     before = llm.engine.counters()["encoded_media"]
                     (found,) = llm.pool([prompt_of(begin, text)], pool, spans=[[span]])
                     assert (llm.engine.counters()["encoded_media"] > before) is not bool(again)
-                    wanted = times_of(reference, one, begin, text, frames)
                     assert found.shape == (1, len(text))
-                    equal += sum(a == b for a, b in zip(found[0].tolist(), wanted, strict=True))
-                    total += len(text)
-        # Paths of nearly equal cost may part for a while.
-        assert equal >= 0.85 * total
+                    asked = one.data, [*begin, *text], len(begin), HEADS, frames
+                    check_times(found[0].tolist(), reference, *asked)
 
 
 def test_the_pages_of_a_clip_may_come_from_another_worker(folder: Path, reference: Any) -> None:
@@ -136,8 +121,7 @@ def test_the_pages_of_a_clip_may_come_from_another_worker(folder: Path, referenc
         pair.run(lambda: bool(pair.answers[name].finished))
         (vectors,) = pair.answers[name].vectors
         found = np.frombuffer(vectors.values, "<f4").tolist()
-        wanted = times_of(reference, one, begin, text, frames)
-        assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 0.5 * len(text)
+        check_times(found, reference, one.data, [*begin, *text], len(begin), HEADS, frames)
         assert owner.counters()["fills_done"] == 1
         assert owner.counters()["encoded_media"] == 0
         pair.settle()

@@ -128,7 +128,8 @@ def frames_of(matrix: Float32Array) -> Int64Array:
         left = np.concatenate(([np.inf], now[:-1]))
         both, up = before[:-1], before[1:]
         steps[token] = np.where(
-            (both < up) & (both < left),
+            # Smoothed attention often has equal costs side by side, whose sums are equal, too.
+            (both <= up) & (both < left),
             _BOTH,
             np.where((up < both) & (up < left), _ALONG_TOKENS, _ALONG_FRAMES),
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 VOCAB_SIZE = 301
@@ -54,3 +57,75 @@ def in_float64(extractor: Any) -> Any:
     """
     extractor._torch_extract_fbank_features = extractor._np_extract_fbank_features
     return extractor
+
+
+def path_cost(costs: np.ndarray, firsts: Sequence[int]) -> float:
+    """The least cost of a path through `[tokens, frames]`, from the first to the last of both, on
+    which each token begins with its frame.
+    """
+    assert firsts[0] == 0
+    num_frames, total = costs.shape[1], 0.0
+    for row, begin, end in zip(costs, firsts, [*firsts[1:], num_frames], strict=True):
+        assert begin <= end
+        total += float(row[begin : max(end, begin + 1)].sum())
+        if begin < end < num_frames:  # It may also go on to the frame that the next begins with.
+            total += min(0.0, float(row[end]))
+    return total
+
+
+@torch.inference_mode()
+def check_times(
+    found: Sequence[float],
+    reference: Any,
+    mel: bytes,
+    ids: Sequence[int],
+    num_begin: int,
+    heads: Sequence[Sequence[int]],
+    num_frames: int,
+) -> None:
+    """Fails unless tokens begin where a path has them that costs no more than that of transformers,
+    which takes a dearer one where two ways to a cell cost the same.
+
+    Args:
+        found: The first frame of each token.
+        reference: Of transformers.
+        mel: The clip's spectrogram.
+        ids: What precedes the text, and the text.
+        num_begin: Number of tokens before the text.
+        heads: Layers and heads whose attention counts.
+        num_frames: Of the clip.
+    """
+    from transformers.models.whisper import generation_whisper
+
+    features = torch.frombuffer(bytearray(mel), dtype=torch.float32)
+    sequences = torch.tensor([list(ids)])
+    made = reference(
+        input_features=features.view(1, SHAPE["num_mel_bins"], -1),
+        decoder_input_ids=sequences,
+        output_attentions=True,
+    )
+    outputs: Any = type("Outputs", (dict,), {})()
+    outputs.cross_attentions, outputs.sequences = [made.cross_attentions], sequences
+    noted: list[np.ndarray] = []
+    warp = generation_whisper._dynamic_time_warping
+
+    def warp_noted(costs: np.ndarray) -> Any:
+        noted.append(costs)
+        return warp(costs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation_whisper, "_dynamic_time_warping", warp_noted)
+        times = reference._extract_token_timestamps(
+            outputs,
+            heads,
+            time_precision=1.0,
+            num_frames=2 * num_frames,
+            num_input_ids=num_begin,
+        )[0, num_begin:-1]
+    (costs,) = noted
+    # Roundings of attention, of which a path has as many.
+    slack = 1e-5 * sum(costs.shape)
+    wanted = times.long().tolist()
+    assert len(found) == len(wanted)
+    least = path_cost(costs, wanted)
+    assert path_cost(costs, [int(one) for one in found]) <= least + slack, (found, wanted)
