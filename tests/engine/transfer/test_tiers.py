@@ -365,10 +365,17 @@ def test_a_tier_that_stands_still_holds_up_nobody(
 
 
 def test_a_disk_that_never_answers_costs_a_page(
-    model_dir: Path, reference: GreedyReference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page's file is a pipe that nobody writes to: opening it waits for ever."""
     prompts = [prompt_of(LENGTH), prompt_of(LENGTH)]
+    asked_for: list[bytes] = []
+    read_part = PageFiles.read_part
+
+    def read(files: PageFiles, place: PagePlace, into: Page, part: PagePart) -> bool:
+        asked_for.append(place.name.key)
+        return read_part(files, place, into, part)
+
     with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
         for prompt in prompts:
             bench.ask(prompt)
@@ -379,9 +386,10 @@ def test_a_disk_that_never_answers_costs_a_page(
         (path,) = [path for path in tmp_path.rglob("*") if path.name.startswith(keys[10].hex())]
         path.unlink()
         os.mkfifo(path)
+        monkeypatch.setattr(PageFiles, "read_part", read)
         asked = bench.pair.submit(prompts[0], max_tokens=NUM_NEW)
-        bench.pair.run(lambda: bench.counters("disk")["loaded_pages"] == 10)
-        for _ in range(3):
+        bench.pair.run(lambda: keys[10] in asked_for)
+        for _ in range(3):  # What came before is taken.
             bench.pair.turn()
         bench.pair.clock.offset_s += 6.0
         assert bench.pair.finish(asked) == [reference(prompts[0])]
@@ -519,7 +527,12 @@ def test_pages_come_to_host_memory_while_their_request_waits(
         bench.pair.run(lambda: bool(bench.pair.answers[first].tokens))
         second = bench.pair.submit(prompt, max_tokens=NUM_NEW)
         num_pages = LENGTH // PAGE
-        bench.pair.run(lambda: bench.counters("disk")["loaded_pages"] == num_pages)
+
+        def have_come() -> bool:
+            bench.await_moves()  # The first must not end before.
+            return bench.counters("disk")["loaded_pages"] == num_pages
+
+        bench.pair.run(have_come)
         bench.pair.send(cancels=[Cancel(gateway=1, request_id=first, attempt=1)])
         assert bench.pair.finish(second) == [reference(prompt)]
         assert [fill.source for fill in bench.fills()] == ["host"]

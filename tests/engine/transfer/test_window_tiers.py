@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,16 +189,12 @@ def test_windows_come_back_from_disk_after_a_restart(
     expected = greedy(model, prompt)
     settings = {"disk_cache_dir": tmp_path, "disk_cache_bytes": 64 << 20, "host_cache_bytes": 0}
     with bench_of(model_dir, **settings) as bench:
-        tiers, turn = bench.engine.tiers, bench.pair.turn
-        assert tiers is not None
+        turn = bench.pair.turn
 
         def turn_and_wait() -> None:
             """Requests leave room for few copies at once, and the disk gets no page later."""
             turn()
-            deadline = time.monotonic() + 30
-            while tiers.num_open and time.monotonic() < deadline:
-                time.sleep(1e-3)
-                tiers.take()
+            bench.await_moves()
 
         monkeypatch.setattr(bench.pair, "turn", turn_and_wait)
         assert bench.ask(prompt) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ class TierBench:
         """The answer's tokens."""
         (tokens,) = self.pair.finish(self.pair.submit(prompt, max_tokens=NUM_NEW))
         return tokens
+
+    def await_moves(self) -> None:
+        """Takes no turn until no page is on its way between tiers."""
+        tiers, deadline = self.engine.tiers, time.monotonic() + 60.0
+        assert tiers is not None
+        while tiers.num_open:
+            assert time.monotonic() < deadline, tiers.sizes()
+            time.sleep(1e-3)
+            tiers.take()
 
     def settle(self) -> None:
         """Runs until nothing moves; no page is lost in any tier."""
