@@ -232,8 +232,12 @@ def test_a_pause_that_nobody_renews_ends_with_an_error_for_those_who_wait(
 ) -> None:
     with LLM(model(tmp_path / "model", seed), **SETTINGS) as llm:
         right = texts(llm)
-        llm.pause(limit_s=1.0)
-        with pytest.raises(Paused, match="has ended after 1 s"):
+        control, scheduler = llm.engine.weights, llm.engine.scheduler
+        clock = control._clock
+        # Time passes once requests wait.
+        control._clock = lambda: clock() + 1000.0 * bool(scheduler.num_requests)
+        llm.pause(limit_s=100.0)
+        with pytest.raises(Paused, match="has ended after 100 s"):
             texts(llm)
         assert llm.weights.pause == ""
         assert texts(llm) == right

@@ -237,6 +237,13 @@ def test_a_trainer_killed_in_the_middle_leaves_a_worker_that_refuses_until_an_up
         assert texts(llm) == right
 
 
+def pass_time(llm: LLM, seconds: float) -> None:
+    """On the clock by which pauses end."""
+    control = llm.engine.weights
+    clock = control._clock
+    control._clock = lambda: clock() + seconds
+
+
 def test_a_trainer_that_says_no_more_ends_its_update_with_its_pause(
     tmp_path: Path, seed: int
 ) -> None:
@@ -246,12 +253,14 @@ def test_a_trainer_that_says_no_more_ends_its_update_with_its_pause(
     with LLM(first, **SETTINGS) as llm:
         right = texts(llm)
         # Nothing was sent, so the old weights go on.
-        llm.command_weights("begin", limit_s=1.0)
+        llm.command_weights("begin", limit_s=100.0)
+        pass_time(llm, 1000.0)
         assert texts(llm) == right
         assert llm.weights.state == "ready"
         with joined(llm) as sender:
-            llm.command_weights("begin", limit_s=1.0)
+            llm.command_weights("begin", limit_s=100.0)
             send(llm, sender, half)
+            pass_time(llm, 1000.0)
         with pytest.raises(WeightsIncomplete, match="not ended its update in time"):
             texts(llm)
         assert llm.weights.state == "failed"
@@ -264,15 +273,12 @@ def test_a_transfer_that_outlasts_a_pause_renews_it(tmp_path: Path, seed: int) -
     with LLM(second, **SETTINGS) as fresh:
         right = texts(fresh)
     with LLM(first, **SETTINGS) as llm, joined(llm) as sender:
-        control, tensors, offset_s = llm.engine.weights, tensors_of(second), 0.0
-        clock = control._clock
-        control._clock = lambda: clock() + offset_s
+        tensors = tensors_of(second)
 
         def send_late() -> None:
-            nonlocal offset_s
-            while not control._is_at_work:
+            while not llm.engine.weights._is_at_work:
                 time.sleep(1e-3)
-            offset_s = 1000.0
+            pass_time(llm, 1000.0)
             sender.send(tensors.values())
 
         llm.pause(limit_s=100.0)

@@ -66,7 +66,9 @@ async def test_a_probe_of_a_mesh_that_cannot_generate_fails(
         answer = await get(edge, "/health_generate")
         assert answer.status_code == 504
         edge.hang_after = 10**9
-        assert (await get(edge, "/health_generate")).status_code == 200
+        async with asyncio.timeout(60):  # A busy machine may miss the limit as well.
+            while (await get(edge, "/health_generate")).status_code != 200:
+                pass
 
 
 async def test_metrics_are_off_unless_allowed(rest_binary: Path, tmp_path: Path) -> None:
