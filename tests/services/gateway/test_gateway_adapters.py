@@ -228,21 +228,27 @@ async def test_a_caller_that_goes_away_while_it_is_registered_leaves_nothing(
     mesh: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name can be loaded at once by somebody else."""
-    registry = mesh.app.adapters.registry
-    change, has_begun, may_go_on = registry.change, threading.Event(), threading.Event()
+    adapters = mesh.app.adapters
+    change, take_back = adapters.registry.change, adapters._take_back
+    has_begun, may_go_on, is_known = threading.Event(), threading.Event(), threading.Event()
 
     def slowly(changing: Any) -> Any:
         has_begun.set()
         assert may_go_on.wait(30)
         return change(changing)
 
-    monkeypatch.setattr(registry, "change", slowly)
+    async def known(*arguments: Any) -> None:
+        is_known.set()
+        await take_back(*arguments)
+
+    monkeypatch.setattr(adapters.registry, "change", slowly)
+    monkeypatch.setattr(adapters, "_take_back", known)
     call = asyncio.create_task(load(mesh, "pirate"))
     await mesh.wait(has_begun.is_set)
     call.cancel()
-    await asyncio.sleep(0.5)
+    await mesh.wait(is_known.is_set)
     may_go_on.set()
-    await mesh.wait(lambda: mesh.app.adapters.manifest.generation == 2)
+    await mesh.wait(lambda: adapters.manifest.generation >= 2 and not adapters.manifest.entries)
     assert await listed(mesh) == {}
     await load(mesh, "pirate")
 
