@@ -229,7 +229,7 @@ async def test_a_caller_that_goes_away_while_it_is_registered_leaves_nothing(
 ) -> None:
     """The name can be loaded at once by somebody else."""
     adapters = mesh.app.adapters
-    change, take_back = adapters.registry.change, adapters._take_back
+    change, manager = adapters.registry.change, mesh.app._adapter_manager
     has_begun, may_go_on, is_known = threading.Event(), threading.Event(), threading.Event()
 
     def slowly(changing: Any) -> Any:
@@ -242,7 +242,8 @@ async def test_a_caller_that_goes_away_while_it_is_registered_leaves_nothing(
         await take_back(*arguments)
 
     monkeypatch.setattr(adapters.registry, "change", slowly)
-    monkeypatch.setattr(adapters, "_take_back", known)
+    take_back = manager._take_back
+    monkeypatch.setattr(manager, "_take_back", known)
     call = asyncio.create_task(load(mesh, "pirate"))
     await mesh.wait(has_begun.is_set)
     call.cancel()
