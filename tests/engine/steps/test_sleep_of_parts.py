@@ -124,6 +124,7 @@ def lasting(llm: LLM, answers: Answers) -> list[tuple[torch.Tensor, torch.Tensor
     """All tensors of this process in which the system can take whole pages and which requests do
     not change, each with a copy.
     """
+    gc.collect()  # Engines of earlier tests: up to gigabytes, compared after each sleep.
     found = [one.detach() for one in gc.get_objects() if type(one) in (torch.Tensor, Parameter)]
     found = [one for one in found if one.is_cpu and not one.is_mkldnn and one.is_contiguous()]
     copied = [(one, one.clone()) for one in found if one.nbytes >= LEAST and not is_gone(one)]
