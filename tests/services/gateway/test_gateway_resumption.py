@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import grpc
 import pytest
 from google.protobuf.json_format import ParseDict
 from weft.common.rpc.errors import from_rpc_error
-from weft.contract.errors import DeadlineExceeded, Draining, PeerUnavailable, WeftError
+from weft.contract.errors import (
+    DeadlineExceeded,
+    Draining,
+    PeerUnavailable,
+    WeftError,
+    WeightsIncomplete,
+)
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Event, FakeWorker, Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
@@ -296,6 +303,67 @@ async def test_nobody_takes_it_in_time(tmp_path: Path) -> None:
         assert isinstance(got.error, PeerUnavailable)
         assert got.error.worker_id == "decode-0"
         await mesh.wait(lambda: not mesh.app._admission.num_running)
+
+
+def broken(after: int) -> ScriptOf:
+    """Attempts fail after so many steps, since an update of the weights has failed."""
+    detail = common_pb2.ErrorDetail(code="WEIGHTS_INCOMPLETE", message="a mixture", worker_id="w")
+    failed = Event.Failed(error=detail)
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        return Script(tokens=[TOKENS], fail=failed, fail_after=after)
+
+    return script
+
+
+PATIENT = {"resume_timeout_s": 86_400.0, "request_timeout_s": 86_400.0, "max_attempts": 64}
+
+
+async def test_no_answer_waits_for_weights_that_no_worker_has(tmp_path: Path) -> None:
+    scripts = list[Script]()
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        scripts.append(replace(broken(3)(submit, prompt), hang_after=3))
+        return scripts[-1]
+
+    async with gateway(tmp_path, script, **PATIENT) as mesh:
+        call, got = mesh.typed.Chat(request_of()), Collected()
+        got._take(await call.read())
+        mesh.workers[0].weights_state = "failed"
+        await mesh.wait(lambda: mesh.app.catalogue.base(MODEL).problem())
+        scripts[0].hang_after = 1 << 30
+        await got.read(call)
+        assert isinstance(got.error, WeightsIncomplete)
+        assert got.ids == {0: TOKENS[:3]}
+        assert len(scripts) == 1
+
+
+async def test_a_gateway_says_that_no_worker_has_weights(tmp_path: Path) -> None:
+    async with gateway(tmp_path, breaking(), num_decode=2, **PATIENT) as mesh:
+        for worker in mesh.workers:
+            worker.weights_state = "failed"
+        await mesh.wait(lambda: mesh.app.catalogue.base(MODEL).problem())
+        got = await collect(mesh)
+        assert isinstance(got.error, WeightsIncomplete)
+        assert "send the whole update again" in got.error.message
+        assert not any(worker.submits for worker in mesh.workers)
+        # One of them can serve again.
+        mesh.workers[1].weights_state = "ready"
+        await mesh.wait(lambda: not mesh.app.catalogue.base(MODEL).problem())
+        assert (await collect(mesh)).ids == {0: TOKENS}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+async def test_a_worker_with_weights_takes_over(tmp_path: Path, num_tokens: int) -> None:
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        is_first = submit.attempt == 1
+        return broken(num_tokens)(submit, prompt) if is_first else Script(tokens=[TOKENS])
+
+    async with gateway(tmp_path, script, num_decode=2) as mesh:
+        got = await collect(mesh)
+        assert got.error is None
+        assert got.ids == {0: TOKENS}
+        assert [len(worker.submits) for worker in mesh.workers] == [1, 1]
 
 
 async def restart(mesh: Harness, script: ScriptOf) -> FakeWorker:

@@ -65,6 +65,7 @@ _DIGITS = 16
 _RETRY_S = 1.0
 _REFUSES = ("abort", "wait")
 """Modes of a pause in which new requests are refused."""
+_REPAIR = "send the whole update again, or restart the worker"
 
 
 class WeightControl:
@@ -155,8 +156,10 @@ class WeightControl:
         """Raises Asleep, Paused or WeightsIncomplete unless new requests are taken."""
         self._sleep.check()
         if self._state == "failed":
-            message = f"there is no version of the weights until an update ends: {self._problem}"
-            raise WeightsIncomplete(message, stage="queue")
+            raise WeightsIncomplete(
+                f"this worker has no version of the weights: {self._problem}; {_REPAIR}",
+                stage="queue",
+            )
         if self._pause is not None and self._pause.mode in ("abort", "wait"):
             raise Paused("a trainer has paused this worker", stage="queue", retry_after_s=_RETRY_S)
 
@@ -249,12 +252,13 @@ class WeightControl:
         if self._sleep.are_weights_dropped and self._state == "ready":
             self._state, self._is_mixture = "failed", True
             self._problem = "they were dropped (sleep of level 2)"
-            message = "the weights were dropped while the worker slept"
+            message = f"the weights were dropped while the worker slept; {_REPAIR}"
             self._groups.fail_all(WeightsIncomplete(message, stage="weights"))
         if self._pause is not None:
             self._ends_at = self._clock() + self._pause.limit_s
         if not self._sleep.asleep:
-            self._filler.is_paused = self._pause is not None and self._pause.mode in _REFUSES
+            is_refusing = self._pause is not None and self._pause.mode in _REFUSES
+            self._filler.is_paused = is_refusing or self._is_mixture
             if self._pauses_for_sleep:
                 self._end_pause()
         self._reply(command.query, error)
@@ -302,7 +306,7 @@ class WeightControl:
     def _end_pause(self) -> None:
         self._pause, self._is_drained, self._pauses_for_refit = None, True, False
         self._pauses_for_sleep = False
-        self._filler.is_paused = False
+        self._filler.is_paused = self._is_mixture
         for query in self._awaiting_pause:
             message = "the pause ended before all requests had"
             self._reply(query, Paused(message, stage="weights"))
@@ -455,6 +459,7 @@ class WeightControl:
         self._state, self._problem, self._is_mixture = "ready", "", False
         self._sleep.weights_came()
         self._num_updates += 1
+        self._filler.is_paused = self._pause is not None and self._pause.mode in _REFUSES
         old, self._version = self._version, name or digest.hex()[:_DIGITS]
         self._out.weight_version = self._version
         self._intake.change_model(digest)
@@ -466,7 +471,8 @@ class WeightControl:
         self._is_mixture |= result.is_mixture
         self._state = "failed" if self._is_mixture else "ready"
         if result.is_mixture:
-            message = f"an update of the weights failed: {result.problem}"
+            self._filler.is_paused = True
+            message = f"an update of the weights failed: {result.problem}; {_REPAIR}"
             self._groups.fail_all(WeightsIncomplete(message, stage="weights"))
 
     def _reply(

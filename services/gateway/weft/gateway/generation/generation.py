@@ -396,8 +396,9 @@ class Generation:
         while True:
             try:
                 self.start()
-            except (Asleep, PeerUnavailable, WeightsIncomplete):
-                if self._is_refusal(error) or self._losses.has_waited_enough(loop.time()):
+            except (Asleep, PeerUnavailable, WeightsIncomplete) as nobody:
+                is_hopeless = self._is_refusal(error) or isinstance(nobody, WeightsIncomplete)
+                if is_hopeless or self._losses.has_waited_enough(loop.time()):
                     self._give_up(error)
                     return
             else:

@@ -192,6 +192,7 @@ class Router:
 
         Raises:
             PeerUnavailable: No decode worker with the context that was promised is healthy.
+            Asleep, WeightsIncomplete: None will be, until a trainer or an operator acts.
         """
         now = asyncio.get_running_loop().time()
         fillers = [] if request.is_computed_anew else self._choose_prefill(request, now)
@@ -265,10 +266,10 @@ class Router:
                 stage="route",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if found and all(one.lacks_weights for one in found):
+        if found and all(one.asleep or one.lacks_weights for one in found):
             return WeightsIncomplete(
-                "no decode worker has a version of the weights: an update failed, or /sleep has "
-                "dropped them; send an update that ends, or restart the workers",
+                "no decode worker that is awake has a version of the weights: an update failed, or "
+                "/sleep has dropped them; send the whole update again, or restart the workers",
                 stage="route",
             )
         return PeerUnavailable(
