@@ -245,7 +245,7 @@ class WeightControl:
         if known is None or (known.mode == "keep" and command.mode != "keep"):
             self._begin_pause(command, is_asked=False)
             self._pauses_for_sleep = known is None
-        self._filler.is_paused = True
+        self._set_fills()
         self._stop_leases()
 
     def _end_sleep(self, command: WeightCommand, error: WeftError | None) -> None:
@@ -256,11 +256,9 @@ class WeightControl:
             self._groups.fail_all(WeightsIncomplete(message, stage="weights"))
         if self._pause is not None:
             self._ends_at = self._clock() + self._pause.limit_s
-        if not self._sleep.asleep:
-            is_refusing = self._pause is not None and self._pause.mode in _REFUSES
-            self._filler.is_paused = is_refusing or self._is_mixture
-            if self._pauses_for_sleep:
-                self._end_pause()
+        if self._pauses_for_sleep and not self._sleep.asleep:
+            self._end_pause()
+        self._set_fills()
         self._reply(command.query, error)
 
     # -- pauses ----------------------------------------------------------------------------------
@@ -271,8 +269,7 @@ class WeightControl:
         known, self._pause = self._pause, command
         if known is None or known.mode != command.mode:
             self._is_drained = False
-        if command.mode in _REFUSES:
-            self._filler.is_paused = True
+        self._set_fills()
         if command.mode == "abort":
             self._groups.cancel_everything()
             self._stop_leases()
@@ -306,7 +303,7 @@ class WeightControl:
     def _end_pause(self) -> None:
         self._pause, self._is_drained, self._pauses_for_refit = None, True, False
         self._pauses_for_sleep = False
-        self._filler.is_paused = self._is_mixture
+        self._set_fills()
         for query in self._awaiting_pause:
             message = "the pause ended before all requests had"
             self._reply(query, Paused(message, stage="weights"))
@@ -324,6 +321,11 @@ class WeightControl:
         self._end_pause()
         for request in self._scheduler.not_admitted():
             self._groups.fail(request.key, error)
+
+    def _set_fills(self) -> None:
+        """Refuses fills as long as requests would be."""
+        is_refusing = self._pause is not None and self._pause.mode in _REFUSES
+        self._filler.is_paused = is_refusing or self._is_mixture or self._sleep.stops_steps
 
     def _stop_leases(self) -> None:
         for lease in list(self._filler.leases):
@@ -459,7 +461,7 @@ class WeightControl:
         self._state, self._problem, self._is_mixture = "ready", "", False
         self._sleep.weights_came()
         self._num_updates += 1
-        self._filler.is_paused = self._pause is not None and self._pause.mode in _REFUSES
+        self._set_fills()
         old, self._version = self._version, name or digest.hex()[:_DIGITS]
         self._out.weight_version = self._version
         self._intake.change_model(digest)
@@ -470,8 +472,8 @@ class WeightControl:
         self._problem = result.problem
         self._is_mixture |= result.is_mixture
         self._state = "failed" if self._is_mixture else "ready"
+        self._set_fills()
         if result.is_mixture:
-            self._filler.is_paused = True
             message = f"an update of the weights failed: {result.problem}; {_REPAIR}"
             self._groups.fail_all(WeightsIncomplete(message, stage="weights"))
 
