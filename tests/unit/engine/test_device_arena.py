@@ -26,9 +26,13 @@ class HostDriver:
     def __init__(self) -> None:
         self.blocks: dict[int, ctypes.Array[ctypes.c_uint8]] = {}
         self.mapped: dict[int, int] = {}
+        self.handles: set[int] = set()
+        """Of memory that was not released."""
         self.is_full = False
         self.kept: set[int] = set()
         """Addresses that it refuses to unmap."""
+        self.unreleased: set[int] = set()
+        """Addresses whose memory it unmaps, and refuses to release."""
 
     def reserve(self, size: int) -> int:
         block = (ctypes.c_uint8 * size)()
@@ -44,14 +48,20 @@ class HostDriver:
             raise ConfigError("cuMemCreate: the GPU has not enough memory")
         assert address not in self.mapped
         self.mapped[address] = size
+        self.handles.add(address ^ 1)
         return address ^ 1
 
-    def unmap(self, address: int, size: int, handle: int) -> None:
-        assert handle == address ^ 1
+    def unmap(self, address: int, size: int) -> None:
         if address in self.kept:
             raise ConfigError("cuMemUnmap: invalid argument")
         assert self.mapped.pop(address) == size
         ctypes.memset(address, 0xEE, size)
+
+    def release(self, handle: int) -> None:
+        assert handle ^ 1 not in self.mapped
+        if handle ^ 1 in self.unreleased:
+            raise ConfigError("cuMemRelease: unknown error")
+        self.handles.remove(handle)
 
 
 class HostArena(DeviceArena):
@@ -89,6 +99,7 @@ def test_what_was_put_away_comes_back(arena: HostArena, driver: HostDriver) -> N
         arena.leave(keeps=True)
         arena.leave(keeps=True)
         assert not driver.mapped
+        assert not driver.handles
         assert arena.num_bytes == 0
         assert not any(torch.equal(one, was) for one, was in zip(tensors, right, strict=True))
         arena.come_back()
@@ -140,22 +151,41 @@ def test_memory_that_is_not_there_leaves_the_arena_asleep(
 
 
 @pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("is_unmapped", [True, False])
 def test_pieces_that_were_given_back_come_back_if_one_was_not(
-    arena: HostArena, driver: HostDriver, keeps: bool
+    arena: HostArena, driver: HostDriver, keeps: bool, is_unmapped: bool
 ) -> None:
     weights = [arena.tensor(100, 100) for _ in range(3)]
     arena.tensors = lambda: weights
     before, pieces = [one.clone() for one in weights], dict(driver.mapped)
-    driver.kept = {random.choice([*pieces][1:])}
+    fails = driver.unreleased if is_unmapped else driver.kept
+    fails.add(random.choice([*pieces][1:]))
     with pytest.raises(OSError, match="not all memory"):
         arena.leave(keeps=keeps)
     assert driver.mapped != pieces
     arena.come_back()
     assert driver.mapped == pieces
     assert all(map(torch.equal, weights, before)) == keeps
-    driver.kept.clear()
+    fails.clear()
     arena.leave(keeps=True)
     assert not driver.mapped
+    assert arena.num_bytes == 0
+
+
+@pytest.mark.parametrize("is_unmapped", [True, False])
+def test_nothing_reaches_a_freed_piece_that_the_driver_keeps(
+    arena: HostArena, driver: HostDriver, is_unmapped: bool
+) -> None:
+    kept, freed = arena.tensor(10, 10), arena.tensor(10, 10).data_ptr()
+    was, size = kept.clone(), arena.num_bytes // 2
+    (driver.unreleased if is_unmapped else driver.kept).add(freed)
+    arena._memory.on_free(freed, 400, 0, None)
+    assert arena.num_bytes == size
+    # Addresses are given back if nothing is mapped there.
+    assert (freed in driver.blocks) == (freed in driver.mapped) == (not is_unmapped)
+    arena.leave(keeps=True)
+    arena.come_back()
+    assert torch.equal(kept, was)
 
 
 def test_freed_pieces_are_given_back(arena: HostArena, driver: HostDriver) -> None:

@@ -8,6 +8,7 @@ other memory is mapped at the same addresses. Captured graphs and tables of poin
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from weft.contract.errors import ConfigError
 from weft.engine.executor.memory_spans import Span, spans_of, without
+
+logger = logging.getLogger(__name__)
 
 _PINNED, _DEVICE, _READ_WRITE, _NO_MEMORY = 1, 1, 3, 2
 
@@ -102,9 +105,12 @@ class Driver:
             raise
         return int(handle.value)
 
-    def unmap(self, address: int, size: int, handle: int) -> None:
-        """Gives the memory back. The addresses stay reserved."""
+    def unmap(self, address: int, size: int) -> None:
+        """Takes the memory from the addresses, which stay reserved."""
         self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
+
+    def release(self, handle: int) -> None:
+        """Gives memory back that is mapped nowhere."""
         self._call("cuMemRelease", c_uint64(handle))
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -167,11 +173,28 @@ class _Pieces:
     def on_free(self, address: int | None, size: int, device: int, stream: int | None) -> None:
         with self.lock:
             piece = None if address is None else self.taken.pop(address, None)
-            if piece is not None:
-                if piece.handle is not None:
-                    self.driver.unmap(piece.address, piece.size, piece.handle)
-                self.driver.free(piece.address, piece.size)
-                self.freed.append(Span(piece.address, piece.address + piece.size))
+            if piece is None:
+                return
+            self.freed.append(Span(piece.address, piece.address + piece.size))
+            try:
+                try:
+                    self.give_back(piece)
+                finally:
+                    if piece.handle is None:
+                        self.driver.free(piece.address, piece.size)
+            except ConfigError as error:
+                # An exception cannot pass through PyTorch's code.
+                logger.error("%s bytes of the GPU are lost: %s", f"{size:,}", error.message)
+
+    def give_back(self, piece: _Piece) -> None:
+        """Gives a piece's memory back. Raises ConfigError if the driver fails. Memory that it has
+        unmapped and does not release is lost, and no longer the piece's.
+        """
+        if piece.handle is None:
+            return
+        self.driver.unmap(piece.address, piece.size)
+        handle, piece.handle = piece.handle, None
+        self.driver.release(handle)
 
 
 _ALL: list[_Pieces] = []
@@ -258,12 +281,10 @@ class DeviceArena:
         torch.cuda.synchronize(self._device)
         self._is_away = True  # From the first piece on: `come_back` maps those that have gone.
         for piece in self._memory.taken.values():
-            if piece.handle is not None:
-                try:
-                    self._driver.unmap(piece.address, piece.size, piece.handle)
-                except ConfigError as error:
-                    raise OSError(f"not all memory was given back: {error.message}") from error
-                piece.handle = None
+            try:
+                self._memory.give_back(piece)
+            except ConfigError as error:
+                raise OSError(f"not all memory was given back: {error.message}") from error
 
     def come_back(self) -> None:
         if not self._is_away:
