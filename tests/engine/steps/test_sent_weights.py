@@ -5,6 +5,7 @@ what becomes of updates that do not end.
 from __future__ import annotations
 
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -179,6 +180,27 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path, s
             llm.command_weights("join", group=group)
         with pytest.raises(GroupFailed, match="did not form"):
             llm.command_weights("join", group=group_at(free_port(), wait_s=0.2))
+        assert texts(llm) == right
+
+
+def test_a_sent_number_that_is_not_finite_is_told_with_its_tensor(
+    tmp_path: Path, seed: int
+) -> None:
+    first = model(tmp_path / "first", seed)
+    tensors = tensors_of(first)
+    name = random.choice(list(tensors))
+    broken = tensors[name].clone()
+    broken.view(-1)[random.randrange(broken.numel())] = random.choice([torch.nan, -torch.inf])
+    told = f"{re.escape(name)} has a number that is not finite.*send the whole update again"
+    with LLM(first, **SETTINGS) as llm:
+        right = texts(llm)
+        with joined(llm) as sender:
+            with pytest.raises(ModelError, match=told):
+                send(llm, sender, tensors | {name: broken})
+            with pytest.raises(WeightsIncomplete, match=told):
+                texts(llm)
+        with joined(llm) as sender:
+            send(llm, sender, tensors)
         assert texts(llm) == right
 
 

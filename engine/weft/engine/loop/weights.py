@@ -407,6 +407,11 @@ class WeightControl:
             self._change_version("" if command is None else command.version, result.digest)
         else:
             self._fail(result)
+            if self._is_mixture:
+                error = type(error)(
+                    f"{error.message}; until an update ends, requests are refused: {_REPAIR}",
+                    stage="weights",
+                )
         self._is_open = False
         if self._pauses_for_refit:
             self._end_pause()
