@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from weft.contract.errors import MediaMissing
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams
 from weft.contract.spans import spans_from
+from weft.engine.base.config import EngineConfig
+from weft.engine.executor.memory_plan import MemoryNeeds
+from weft.engine.executor.ranks.share import with_media_rows
+from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import check_choices
 from weft.testing.models.image_families import Prompt, text
@@ -169,3 +174,16 @@ def test_without_a_filler_the_request_fails(case: Case, make_pair: Any) -> None:
         pair.finish(name)
     (tokens,) = ask(pair, prompt)
     case.check(prompt, tokens)
+
+
+def test_no_memory_is_planned_for_captured_steps_with_images(case: Case) -> None:
+    """Steps with prompts of recurrent layers are not captured."""
+    config = EngineConfig(model_dir=case.folder, role="decode", language_model_only=True)
+    loaded = load_model(case.folder, "float32")
+    layout, device = loaded.model.kv_layout(config.page_size), torch.device("cpu")
+    before = MemoryNeeds(total=0, free=0, weights=0, step=0, graphs=0, sampling=0)
+    needs = with_media_rows(before, config, loaded, layout, device)
+    row_bytes = 4 * loaded.config.hidden_size
+    num_rows = (1 + config.page_size) * config.max_running_requests
+    assert replace(needs, media=0) == before
+    assert needs.media == num_rows * row_bytes

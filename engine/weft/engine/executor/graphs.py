@@ -180,8 +180,7 @@ def step_buckets(
     trees = tree_buckets(max_requests, max_tokens, tree_rows)
     decodes = decode_buckets(max_requests) if config.head == "tokens" else []
     others = [*decodes, *verify, *trees, *ragged]
-    # Attention where media's tokens see one another both ways is not captured.
-    has_media = has_media and not (config.vision is not None and config.vision.sees_both_ways)
+    has_media = has_media and captures_media(config, has_states=has_states)
     media = media_buckets(max_requests, max_tokens, max_drafts) if has_media else []
     # "prompts" also takes a single prompt and so makes "cold" needless.
     adapted = _with_adapters([*others, *cold], has_lora=has_lora)
@@ -241,6 +240,14 @@ def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> l
         for size in sizes
         for bound in sorted(bounds | {1} if size <= MAX_LONE_ROWS else bounds)
     ]
+
+
+def captures_media(config: ModelConfig, *, has_states: bool) -> bool:
+    """Whether there are captured steps with media. Attention where media's tokens see one another
+    both ways, or all tokens see a clip, is not captured.
+    """
+    sees_both_ways = config.vision is not None and config.vision.sees_both_ways
+    return not (has_states or sees_both_ways or config.attends_to_clips)
 
 
 def media_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[GraphBucket]:

@@ -15,7 +15,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.expert_moves import ExpertMoves
-from weft.engine.executor.graphs import MEDIA_SIZES
+from weft.engine.executor.graphs import MEDIA_SIZES, captures_media
 from weft.engine.executor.kv_format import dtype_of, kept_layout
 from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.memory_plan import MemoryNeeds, with_media
@@ -287,7 +287,8 @@ def with_media_rows(
         return needs
     itemsize = activations_dtype(loaded.model).itemsize
     row_bytes = _row_width(loaded) * itemsize
-    if config.cuda_graphs:
+    has_states = layout.states is not None
+    if config.cuda_graphs and captures_media(loaded.config, has_states=has_states):
         needs = replace(needs, graphs=needs.graphs + max(MEDIA_SIZES) * row_bytes)
     if loaded.encoder is None:
         return replace(needs, media=num_rows * row_bytes)
