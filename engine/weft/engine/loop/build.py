@@ -103,9 +103,8 @@ from weft.engine.loop.combinations import (
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.loop.pools import Pools, describe_context, size_pools
+from weft.engine.loop.pools import Pools, captures_steps, describe_context, size_pools
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.engine.model.interface import can_capture
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.refit import Refit
 from weft.engine.model.weights.refill import tensors_of
@@ -572,10 +571,7 @@ def _make_executor(
         max_tokens,
         device,
         max_step_tokens=_max_step_tokens(config, models),
-        cuda_graphs=config.cuda_graphs
-        and device.type == "cuda"
-        and not models.loaded.config.attends_to_clips
-        and can_capture(models.loaded.model),
+        cuda_graphs=device.type == "cuda" and captures_steps(config, models.loaded),
         lora=lora,
         drafted=models.drafted,
         max_drafts=config.most_drafts,

@@ -24,6 +24,7 @@ from weft.engine.executor.memory_plan import (
 )
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.share import num_media_rows, with_media_rows
+from weft.engine.model.interface import can_capture
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank, num_pages_here, num_pages_of_all
 
@@ -136,6 +137,11 @@ def size_pools(
     return Pools(num_pages, tuple(num_pieces), num_draft_pages, plan)
 
 
+def captures_steps(config: EngineConfig, loaded: LoadedModel) -> bool:
+    """Whether a GPU runs steps as captured graphs."""
+    return config.cuda_graphs and not loaded.config.attends_to_clips and can_capture(loaded.model)
+
+
 def _measure(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -157,7 +163,7 @@ def _measure(
         config.max_step_tokens + config.decodes_beside,
         max_context_tokens,
         device,
-        cuda_graphs=config.cuda_graphs and not loaded.config.attends_to_clips,
+        cuda_graphs=captures_steps(config, loaded),
         share=config.device_memory_share,
         lora=lora,
         max_drafts=config.most_drafts,
