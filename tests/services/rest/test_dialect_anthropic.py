@@ -26,6 +26,7 @@ TOOLS: list[Any] = [{"name": "get_weather", "description": "Tells it.", "input_s
 ARGUMENTS = '{"city": "Köln"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
 BASIC: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "messages": USER}
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "AA=="}
 
 
 @pytest.fixture
@@ -210,8 +211,12 @@ async def test_a_last_message_of_the_assistant_is_continued(edge: DialectEdge, c
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": IMAGE}]}]},
             "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].source.type",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "no spaces"}]}, "tools[0].name"),
@@ -415,9 +420,8 @@ async def test_every_answer_has_a_request_id(rest_binary: Path, tmp_path: Path, 
 
 
 async def test_images_of_tool_results_become_a_text(edge: DialectEdge) -> None:
-    source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     for kind in ("image", "document", "block_of_next_year"):
-        parts = [{"type": "text", "text": "seen"}, {"type": kind, "source": source}]
+        parts = [{"type": "text", "text": "seen"}, {"type": kind, "source": IMAGE}]
         result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
         use = {"type": "tool_use", "id": "1", "name": "x", "input": {}}
         history = [*USER, {"role": "assistant", "content": [use]}]

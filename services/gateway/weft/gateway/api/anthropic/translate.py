@@ -251,7 +251,7 @@ def _result(block: BlockBody, where: str, files: list[MediaFile]) -> dict[str, A
 
 def _add_image(content: ContentBuilder, block: BlockBody, where: str) -> None:
     source = block.source or {}
-    kind = str(source.get("type"))
+    kind = str(source.get("type", ""))
     if kind not in _IMAGE_FIELDS and not content.is_of_tool:
         raise invalid(f"{where}.source.type", f"must be base64 or url, not {kind[:80]!r}")
     name = _IMAGE_FIELDS.get(kind, "data")
