@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ import weft.kernels.ops.content_digest as content_digest_sums
 from weft.contract.errors import ModelError
 from weft.engine.base.content_digest import content_digest
 from weft.engine.model.loader import load_model
+from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.refill import parts_of_kind
-from weft.engine.model.weights.sent import SentTensors
+from weft.engine.model.weights.sent import KnownTensor, SentTensors
 from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.models.families import FAMILIES, make_family
@@ -151,3 +153,29 @@ def test_experts_of_a_gpu_are_read_into_their_stacks(tmp_path: Path) -> None:
             each = [f"{layer}experts.{at}" for at in range(count)]
             own = [torch.cat([tensors[f"{one}.{part}.weight"] for part in parts]) for one in each]
             assert any(torch.equal(torch.stack(own), stack) for stack in found)
+
+
+def test_what_is_read_once_more_than_it_was_ends_the_update() -> None:
+    known = {name: KnownTensor((2, 3), torch.float32, 1, True) for name in ("a", "b")}
+    sent, numbers = SentTensors(known), torch.randn(2, 3)
+    put_all(sent, {"a": numbers, "b": numbers.clone()}, ["a", "b"])
+    read = partial(sent.read_into, TensorSlice("a", (2, 3)))
+    errors = list[ModelError]()
+
+    def run() -> None:
+        read(out := torch.empty(2, 3))
+        assert torch.equal(out, numbers)
+        try:
+            read(torch.empty(2, 3))
+        except ModelError as error:
+            errors.append(error)
+
+    reading = threading.Thread(target=run, daemon=True)
+    reading.start()
+    sent.complete()
+    reading.join(60)
+    (error,) = errors
+    assert "a is read more often" in error.message
+    # What came before the end can be read after it.
+    sent.read_into(TensorSlice("b", (2, 3)), out := torch.empty(2, 3))
+    assert torch.equal(out, numbers)

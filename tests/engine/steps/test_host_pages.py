@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import RanksLost
 from weft.contract.request import StopCriteria
 from weft.engine.base.config import Role
+from weft.engine.executor.ranks.host_memory import PAGES, OtherHosts, serve
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
+from weft.engine.parallel.host_group import HostGroup
 from weft.engine.scheduler.plan import VerifyItem
 from weft.testing.engine.eagle3_cases import HeadReference, PublishedEntries
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
@@ -29,6 +36,8 @@ from weft.testing.models.tiny_mtp import make_tiny_mtp
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 PAGE, VOCAB = 8, 517
+TOO_LONG_S = 600.0
+"""No test takes that long."""
 FULL = pytest.mark.full
 
 
@@ -231,3 +240,42 @@ def test_adapters_reach_all_hosts(tp: int, tmp_path: Path, seed: int) -> None:
         samples = llm.generate(prompts, stop=stop, top_logprobs=20, adapters=digests)
     for prompt, adapter, sample in zip(prompts, digests, samples, strict=True):
         models.check(adapter, prompt, sample)
+
+
+class BrokenRows:
+    """Memory of a GPU that has failed."""
+
+    num_rows, row_bytes = 4, 16
+
+    def read(self, numbers: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        self.read(numbers)
+
+    def digests(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.read(numbers)
+
+
+ASK: dict[str, Callable[[OtherHosts, Int64Array], object]] = {
+    "read": lambda hosts, numbers: hosts.read(PAGES, numbers, [16], lambda: None),
+    "write": lambda hosts, numbers: hosts.write(
+        PAGES, numbers, [torch.zeros(2, 16, dtype=torch.uint8)]
+    ),
+    "digests": lambda hosts, numbers: hosts.digests(PAGES, numbers, lambda: None),
+}
+
+
+@pytest.mark.parametrize("operation", ASK)
+def test_a_host_whose_memory_fails_is_lost_at_once(
+    operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    serve(far, HostGroup({}, TOO_LONG_S), {PAGES: BrokenRows()})
+    with near:
+        hosts = OtherHosts([near], HostGroup({1: near}, TOO_LONG_S), lambda: None)
+        with pytest.raises(RanksLost):
+            ASK[operation](hosts, np.array([1, 3]))
+    assert "illegal memory access" in caplog.text

@@ -281,6 +281,8 @@ def test_a_half_written_version_is_never_served(size: int, tmp_path: Path, seed:
             llm.refit(broken)
         assert llm.weights.state == "failed"
         assert llm.weights.model_digest == b""
+        with pytest.raises(ModelError, match="is no folder"):
+            llm.refit(tmp_path / "nowhere")
         llm.resume()
         with pytest.raises(WeightsIncomplete, match=told):
             texts(llm)

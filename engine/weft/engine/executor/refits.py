@@ -54,6 +54,7 @@ class _Update:
         """The new digest. Raises ModelError if tensors are missing."""
         if lacking := self.sent.lacking:
             raise ModelError(f"the update lacks tensors: {listed(lacking)}", param="names")
+        self.sent.complete()
         self._thread.join()
         self.check()
         return self._digest

@@ -474,7 +474,8 @@ class WeightControl:
         self._scheduler.change_version(self._intake.rename, old, retracts=retracts)
 
     def _fail(self, result: RankResult) -> None:
-        self._problem = result.problem
+        if result.is_mixture or not self._is_mixture:
+            self._problem = result.problem
         self._is_mixture |= result.is_mixture
         self._state = "failed" if self._is_mixture else "ready"
         self._set_fills()

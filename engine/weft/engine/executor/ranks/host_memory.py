@@ -12,6 +12,7 @@ A host answers when it has done as many frames as the request says.
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 import threading
@@ -32,6 +33,8 @@ from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.device_pages import PagePart as DevicePart
 from weft.kernels.ops.page_digest import page_digests
 from weft.pages.transfer.digest import digest_pages
+
+logger = logging.getLogger(__name__)
 
 _REQUEST = struct.Struct("<qqqq")
 _READ, _WRITE, _DIGEST = range(3)
@@ -419,7 +422,11 @@ def serve(end: socket.socket, group: HostGroup, memories: dict[int, Rows]) -> No
             while True:
                 _answer(end, group, memories)
         except (OSError, RanksLost):
-            end.close()  # Rank 0 is gone, or notices that this host is.
+            pass  # Rank 0 is gone, or notices that this host is.
+        except Exception:
+            logger.exception("pages of this host cannot be read or written any more")
+        finally:
+            end.close()
 
     end.settimeout(None)
     threading.Thread(target=run, name="host-memory", daemon=True).start()

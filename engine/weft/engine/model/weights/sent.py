@@ -50,7 +50,7 @@ class SentTensors(CheckpointReader):
         """Names of tensors that came together, and the digests of their numbers."""
         self._unchecked: list[tuple[str, torch.Tensor]] = []
         """[] each: as `finite_if_all`, or of FP8 whether all numbers are finite."""
-        self._is_closed = False
+        self._is_complete = False
         self._problem = ""
 
     @property
@@ -97,10 +97,16 @@ class SentTensors(CheckpointReader):
                     self._reads_left[name] = reads
             self._changed.notify_all()
 
-    def close(self, problem: str = "") -> None:
-        """No further tensor comes: reading one raises ModelError."""
+    def complete(self) -> None:
+        """No further tensor comes: reading one that is not there raises ModelError."""
         with self._changed:
-            self._is_closed = True
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def close(self, problem: str = "") -> None:
+        """As `complete`, and forgets those that came."""
+        with self._changed:
+            self._is_complete = True
             self._problem = self._problem or problem
             self._here.clear()
             self._changed.notify_all()
@@ -166,9 +172,9 @@ class SentTensors(CheckpointReader):
         """The first of the parts, for which this waits, and those after it that are there."""
         first, found = parts[0].name, list[torch.Tensor]()
         with self._changed:
-            self._changed.wait_for(lambda: first in self._here or self._is_closed)
+            self._changed.wait_for(lambda: first in self._here or self._is_complete)
             if first not in self._here:
-                raise ModelError(self._problem or f"the update lacks tensors: {first}")
+                raise ModelError(self._problem or self._why_not(first))
             for part, out in zip(parts, outs, strict=True):
                 tensor = self._here.get(part.name)
                 if tensor is None:
@@ -178,6 +184,11 @@ class SentTensors(CheckpointReader):
                     del self._here[part.name]
                 found.append(tensor if tensor.shape == out.shape else tensor[part.slices])
         return found
+
+    def _why_not(self, name: str) -> str:
+        if name in self._names:
+            return f"{name} is read more often than when the model was loaded"
+        return f"the update lacks tensors: {name}"
 
     def _check_finite(self, names: Sequence[str], outs: Sequence[torch.Tensor]) -> None:
         """Begins only: `finish` has the answer."""
