@@ -448,7 +448,8 @@ def describe_weights(worker: WorkerStatus) -> str:
     version = f"weights {worker.weight_version}" if worker.weight_version else ""
     state = worker.weight_state
     if state in ("updating", "failed"):
-        state = {"updating": "weights are being changed", "failed": "weights are a mixture"}[state]
+        is_changing = state == "updating"
+        state = "weights are being changed" if is_changing else "no version of the weights"
     elif state:
         state = f"paused by a trainer ({state})"
     return ", ".join(filter(None, (version, state)))

@@ -13,7 +13,7 @@ from weft.cli.status import WorkerStatus, describe_weights
         ("step-3", "", "weights step-3"),
         ("", "keep", "paused by a trainer (keep)"),
         ("step-3", "updating", "weights step-3, weights are being changed"),
-        ("", "failed", "weights are a mixture"),
+        ("", "failed", "no version of the weights"),
     ],
 )
 def test_versions_and_pauses_are_told(version: str, state: str, text: str) -> None:

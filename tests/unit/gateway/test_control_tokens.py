@@ -181,11 +181,38 @@ def test_no_spelling_becomes_a_control_token(tmp_path: Path, tokenizer: str, tem
         assert control_ids(card, ids_of(card, prompt)) == expected, (seed, prompt)
 
 
+def test_tokens_of_letters_are_text_wherever_they_are_cut(tmp_path: Path) -> None:
+    """The template joins the texts, and removes `/think` from the middle of one."""
+    source = "{% for m in messages %}{{ m.content.replace('/think', '') }}{% endfor %}</s>"
+    make_card(tmp_path, "byte_level", "chatml")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["endoftext", "eos", "PA"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(source)
+    card = load_model_card(tmp_path)
+    end = card.vocabulary.added_ids["</s>"]
+    special = {card.vocabulary.added_ids[one] for one in (*SPECIAL, "endoftext", "eos", "PA")}
+    for token in ("endoftext", "eos", "PAD", "PA", "<|im_end|>", "[/INST]"):
+        for at in range(1, len(token)):
+            cut = token[:at], token[at:]
+            for texts in (cut, ("/think".join(cut),)):
+                messages = tuple({"role": "user", "content": one} for one in texts)
+                prompt = ChatPrompt(messages=messages, add_generation_prompt=False)
+                assert [one for one in ids_of(card, prompt) if one in special] == [end], texts
+
+
+def test_names_within_a_templates_own_tokens_are_no_words_of_it(tmp_path: Path) -> None:
+    card = make_card(tmp_path, "byte_level", "keys as tags")
+    expected = control_ids(card, ids_of(card, conversation(["x", "y", "z", "k"])))
+    for key in ("im_end", "im_start", "INST"):
+        assert control_ids(card, ids_of(card, conversation(["x", "y", "z", key]))) == expected
+
+
 def _piece(rng: random.Random) -> str:
     begin = rng.randrange(len(TEXT))
     more = "".join(rng.choices(TEXT, k=rng.randrange(9)))
     text = TEXT[begin : begin + rng.randrange(40)] + more
-    return re.sub("</?s|s>", "", text)
+    return re.sub("</?s|s>|^/?s$", "", text)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -421,8 +421,9 @@ def serve(end: socket.socket, group: HostGroup, memories: dict[int, Rows]) -> No
         try:
             while True:
                 _answer(end, group, memories)
-        except (OSError, RanksLost):
-            pass  # Rank 0 is gone, or notices that this host is.
+        except (OSError, RanksLost) as error:
+            # Rank 0 is gone, or notices that this host is.
+            logger.info("rank 0 asks for no more pages of this host: %s", error)
         except Exception:
             logger.exception("pages of this host cannot be read or written any more")
         finally:

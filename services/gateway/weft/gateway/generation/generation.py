@@ -397,7 +397,9 @@ class Generation:
             try:
                 self.start()
             except (Asleep, PeerUnavailable, WeightsIncomplete) as nobody:
-                is_hopeless = self._is_refusal(error) or isinstance(nobody, WeightsIncomplete)
+                # Another loss may be that of a worker which comes back with weights.
+                is_hopeless = isinstance(error, WeightsIncomplete) and type(nobody) is type(error)
+                is_hopeless = is_hopeless or self._is_refusal(error)
                 if is_hopeless or self._losses.has_waited_enough(loop.time()):
                     self._give_up(error)
                     return

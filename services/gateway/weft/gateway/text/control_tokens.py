@@ -194,10 +194,10 @@ class _Guard:
         """Tokens in which the mark comes after the first character. In others it comes after the
         second one, so that a template's own search for `/think` does not find `</think>`.
         """
-        self._rests_by_letter = {
-            letter: [one[1:] for one in spellings if one[0] == letter]
-            for letter in {one[0] for one in spellings} - firsts
-        }
+        self._lettered = frozenset(one for one in spellings if one[0] not in firsts)
+        """Tokens that begin with a letter or digit. Each such character gets a mark, since the
+        template may join a token of parts that are far from one another.
+        """
         whole = self._kept | self._short
         second = f"(?:(?!{_any_of(self._kept)})\\S)?"
         places = [
@@ -205,7 +205,8 @@ class _Guard:
             f"|{second})"
             for first in sorted(firsts)
         ]
-        self._places = re.compile("|".join(places + sorted(self._rests_by_letter)))
+        letters = sorted({one[0] for one in self._lettered})
+        self._places = re.compile("|".join(places + letters))
         begins = range(1, 1 + _MAX_TEMPLATE_CHARS)
         self._rests = {one[at:] for one in spellings for at in begins if len(one) > at + 1}
         """Ends of control tokens whose beginning a template may write."""
@@ -231,11 +232,11 @@ class _Guard:
         return value
 
     def _text(self, text: str, mark: str) -> str:
-        ends = self._ends_of_letters(text)
+        is_name = text in self._words and not any(one in text for one in self._lettered)
 
         def marked(found: re.Match[str]) -> str:
             whole = found[0]
-            if whole in self._kept or (whole in ends and found.start() >= ends[whole]):
+            if whole in self._kept or (is_name and whole[0].isalnum()):
                 return whole
             return whole[0] + mark + whole[1:] if whole in self._short else whole + mark
 
@@ -247,22 +248,6 @@ class _Guard:
             at = len(text) - len(bare) + 1
             return text[:at] + mark + text[at:]
         return text
-
-    def _ends_of_letters(self, text: str) -> dict[str, int]:
-        """Where a first letter of tokens could begin one, if the template removed what is between
-        the token's characters: before these indexes.
-        """
-        ends = {}
-        for letter, rests in self._rests_by_letter.items():
-            ends[letter] = -1
-            for rest in rests:
-                if text in self._words and letter + rest not in text:
-                    continue
-                end = len(text)
-                for character in reversed(rest):
-                    end = text.rfind(character, 0, max(end, 0))
-                ends[letter] = max(ends[letter], end)
-        return ends
 
 
 def _is_control(token: AddedToken, source: str) -> bool:
@@ -301,7 +286,8 @@ def _expression(tree: Mapping[str, Any]) -> str:
         while len(below) == 1 and "" not in below:
             ((one, below),) = below.items()
             tail += one
-        branches.append(re.escape(tail) + (_expression(below) if below.keys() != {""} else ""))
+        has_more = bool(below.keys() - {""})
+        branches.append(re.escape(tail) + (_expression(below) if has_more else ""))
     # The empty text sorts last, so that longer ones are tried first.
     return f"(?:{'|'.join(branches)})" if len(branches) > 1 else branches[0]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
@@ -183,17 +184,33 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         facts = call_facts(context, "update")
         body, _ = await self._bodies.parse(UpdateFromDiskBody, request, _same)
         self._weights.check_one_model()
-        resumes = False
         if body.abort_all_requests:
             resumes = not (body.keep_pause or await self._is_paused(token))
-            await self._weights.pause("abort", token)
-        try:
-            found = await self._weights.refit(body.model_path, body.weight_version or "", token)
-        finally:
+            async with self._aborted(token, resumes=resumes):
+                found = await self._refit(body, token)
             if resumes:
-                resumed = await self._weights.resume(token)
+                found = await self._weights.resume(token)
+        else:
+            found = await self._refit(body, token)
         await begin_answer(context, facts.request_id)
-        return _answer("weights changed", resumed if resumes else found)
+        return _answer("weights changed", found)
+
+    async def _refit(self, body: UpdateFromDiskBody, token: str) -> Mapping[str, WeightStatus]:
+        return await self._weights.refit(body.model_path, body.weight_version or "", token)
+
+    @asynccontextmanager
+    async def _aborted(self, token: str, *, resumes: bool) -> AsyncGenerator[None]:
+        """All requests are ended, and none begins meanwhile; with `resumes`, they may again if
+        something fails.
+        """
+        try:
+            await self._weights.pause("abort", token)
+            yield
+        except BaseException:
+            if resumes:
+                with suppress(WeftError):  # The caller hears of the first failure.
+                    await self._weights.resume(token)
+            raise
 
     # -- updates through a trainer's process group -------------------------------------------------
 
@@ -234,8 +251,10 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         before = (await self._weights.show(token, packed_digest=False)).values()
         if any(status.state == "updating" for status in before):
             return
-        await self._weights.pause("abort", token)
-        if not any(status.pause for status in before):
+        resumes = not any(status.pause for status in before)
+        async with self._aborted(token, resumes=resumes):
+            pass
+        if resumes:
             await self._weights.resume(token)
 
     async def EndWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
