@@ -401,7 +401,7 @@ class Generation:
                 is_hopeless = isinstance(error, WeightsIncomplete) and type(nobody) is type(error)
                 is_hopeless = is_hopeless or self._is_refusal(error)
                 if is_hopeless or self._losses.has_waited_enough(loop.time()):
-                    self._give_up(error)
+                    self._give_up(nobody if isinstance(nobody, WeightsIncomplete) else error)
                     return
             else:
                 self._metrics.retries.inc()
