@@ -228,7 +228,7 @@ def test_a_host_that_is_lost_ends_all_in_time(
         assert "rank 1" in found["error"]
         assert found["seconds"] < LIMIT_S + LATE_S
         if how == "cut":
-            # Its connection ends, or beats fail to come, whichever it notices first.
+            # Host 0 notices that the connection has ended, or that heartbeats do not come.
             last = hosts.ended(1).splitlines()[-1]
             assert "rank 0" in last or "host 0 has been silent" in last
 

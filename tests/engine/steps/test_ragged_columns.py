@@ -112,7 +112,7 @@ def test_padding_changes_nothing(
         # The last row is that of no request.
         table = np.concatenate([pages.reshape(count, -1), np.zeros((1, PAGES_EACH), np.int32)])
         shape = model.kv_layout(PAGE_SIZE).pool_shape(1 + count * PAGES_EACH)
-        # Rows whose experts are nearly alike ask others where products round otherwise.
+        # Where two experts score nearly alike, rounding decides between them: draw anew.
         while min(gaps, default=1.0) <= CLEAR:
             kept = model.kept.normal_().clone() if isinstance(model, DraftedModel) else None
             kv_lens = [random.randint(1, PAGES_EACH * PAGE_SIZE) for _ in range(count)]

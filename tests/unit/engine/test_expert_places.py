@@ -17,7 +17,7 @@ from weft.engine.parallel.expert_places import (
 from weft.kernels.ops.moe.spec import CYCLES
 
 LEAST_GAIN = 0.02
-"""Share of the most loaded rank's work that a move saves."""
+"""Share of the most loaded rank's work that experts are moved for."""
 LARGEST_RATIO = 4 / 3
 """Bound of greedy packing's largest sum over the least possible one (Graham, 1969)."""
 

@@ -397,7 +397,7 @@ class Generation:
             try:
                 self.start()
             except (Asleep, PeerUnavailable, WeightsIncomplete) as nobody:
-                # Another loss may be that of a worker which comes back with weights.
+                # A worker that was lost for another reason may come back, and has weights.
                 is_hopeless = isinstance(error, WeightsIncomplete) and type(nobody) is type(error)
                 is_hopeless = is_hopeless or self._is_refusal(error)
                 if is_hopeless or self._losses.has_waited_enough(loop.time()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
@@ -184,19 +184,15 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         facts = call_facts(context, "update")
         body, _ = await self._bodies.parse(UpdateFromDiskBody, request, _same)
         self._weights.check_one_model()
-        if body.abort_all_requests:
-            resumes = not (body.keep_pause or await self._is_paused(token))
-            async with self._aborted(token, resumes=resumes):
-                found = await self._refit(body, token)
-            if resumes:
-                found = await self._weights.resume(token)
-        else:
-            found = await self._refit(body, token)
+        aborts, resumes = bool(body.abort_all_requests), False
+        if aborts and not body.keep_pause:
+            resumes = not await self._is_paused(token)
+        async with self._aborted(token, resumes=resumes) if aborts else nullcontext():
+            found = await self._weights.refit(body.model_path, body.weight_version or "", token)
+        if resumes:
+            found = await self._weights.resume(token)
         await begin_answer(context, facts.request_id)
         return _answer("weights changed", found)
-
-    async def _refit(self, body: UpdateFromDiskBody, token: str) -> Mapping[str, WeightStatus]:
-        return await self._weights.refit(body.model_path, body.weight_version or "", token)
 
     @asynccontextmanager
     async def _aborted(self, token: str, *, resumes: bool) -> AsyncGenerator[None]:
