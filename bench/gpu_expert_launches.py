@@ -9,8 +9,8 @@ rows `all` compare the graph's own time with it. A router is part of a call, its
     python bench/gpu_expert_launches.py --only forms --formats bf16 fp8 --rows 1,2,3,4,6,8,12,16
 
 `forms` (only if named) computes layers of floats and FP8 in other forms too, all in turns: unsorted
-pairs, with other launches too, sorted ones from the first row on, and sorted ones in blocks of
-other sizes.
+pairs, sorted ones from the first row on, and sorted ones whose rows are rounded to FP8, with other
+launches too. The layer's input is rounded before, as by its norm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from gpu_quantised import Format, Product, draw_experts
 from gpu_roof import kept_rates
 from harness import Harness, Run, numbers, spread
 from torch.profiler import ProfilerActivity, profile
-from weft.kernels.ops.moe import gpu
+from weft.kernels.ops.linear.triton_fp8_rows import quantise_rows
+from weft.kernels.ops.moe import gpu, triton_rounded, triton_route
 from weft.kernels.ops.moe.gpu import routed_moe
 from weft.kernels.ops.moe.spec import StackedWeight
 from weft.kernels.ops.moe.tiles import Tile, Tiles
@@ -58,20 +59,34 @@ Replaced = list[tuple[Any, str, object]]
 _UNSORTED = (gpu, "MAX_DIRECT_FP8_ROWS", 16)
 
 
-def _in_blocks(rows: int, first: Tile, second: Tile) -> Replaced:
-    tiles = Tiles(rows, first, second)
-    return [(gpu, "MAX_DIRECT_FP8_ROWS", 0), (gpu, "fp8_tiles", lambda pairs, experts: tiles)]
+def _rounded(
+    rows: int, first: Tile, second: Tile, is_copied: tuple[bool, bool] | None = None
+) -> Replaced:
+    tiles = Tiles(rows, first, second, is_rounded=True)
+    replaced: Replaced = [(gpu, "rounded_tiles", lambda pairs, experts: tiles)]
+    if is_copied is not None:
+        replaced.append((triton_rounded, "IS_COPIED", is_copied))
+    return [(gpu, "MAX_DIRECT_FP8_ROWS", 0), *replaced]
 
 
+_WIDE = Tile(128, 128, 8, 3), Tile(128, 128, 8, 4)
 FP8_FORMS: dict[str, Replaced] = {
     "chosen": [],
+    "not rounded, or in blocks of 64": [(gpu, "rounded_tiles", lambda pairs, experts: None)],
     "unsorted": [_UNSORTED],
-    "unsorted, CUDA cores": [_UNSORTED, (gpu, "can_multiply", lambda *given: False)],
-    "blocks of 16": _in_blocks(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
-    "blocks of 16, 6 stages": _in_blocks(16, Tile(64, 128, 4, 6), Tile(64, 128, 4, 6)),
-    "blocks of 32": _in_blocks(32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
-    "blocks of 64": _in_blocks(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-    "blocks of 128": _in_blocks(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
+    "rounded, 16": _rounded(16, *_WIDE),
+    "rounded, 16, 4 warps": _rounded(16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4)),
+    "rounded, 16, 2 stages": _rounded(16, Tile(128, 128, 8, 2), Tile(128, 128, 8, 3)),
+    "rounded, 16, 64 columns": _rounded(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 5)),
+    "rounded, 16, 64 columns of down": _rounded(16, _WIDE[0], Tile(64, 128, 4, 6)),
+    "rounded, 16, not copied": _rounded(16, *_WIDE, (False, False)),
+    "rounded, 16, sorted at once": [
+        *_rounded(16, *_WIDE),
+        (triton_route, "_MAX_AT_ONCE", 1 << 13),
+    ],
+    "rounded, 32": _rounded(32, *_WIDE),
+    "rounded, 32, 64 columns": _rounded(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
+    "rounded, 64": _rounded(64, Tile(64, 128, 4, 3), Tile(128, 128, 8, 3)),
 }
 """What of the operation is replaced."""
 FLOAT_FORMS: dict[str, Replaced] = {
@@ -213,10 +228,12 @@ def _calls(
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
     after = NormAfter(torch.zeros_like(x), torch.ones_like(x[0]), 1e-6)
     scores = [torch.randn(rows, experts, device="cuda") for _ in range(12)]
+    is_fp8 = isinstance(layers[0][0], Fp8Experts) and rows > 2
+    rounded = quantise_rows(x, has_groups=True) if is_fp8 else None
     chosen = [len(one.topk(top_k).indices.unique()) for one in scores]
     roof_us = 1e6 * expert_bytes * sum(chosen) / len(chosen) / bytes_per_s
     calls: list[Callable[[], object]] = [
-        partial(routed_moe, x, logits, top_k, *weights, after, renormalise=True)
+        partial(routed_moe, x, logits, top_k, *weights, after, renormalise=True, rounded=rounded)
         for logits, weights in zip(scores, islice(cycle(layers), len(scores)), strict=True)
     ]
     return calls, roof_us

@@ -5,7 +5,8 @@
 Kernels are timed in captured graphs over weights that rotate beyond the L2 cache, beside the same
 product in bfloat16 and beside torch's `scaled_mm`; the roof is the time to read the weight once at
 the copy rate of the same run, or to multiply at twice bfloat16's rate. `few` (only if named) times
-products of 1 to 16 rows by each kernel that takes them, in turns. bench/gpu_quantised.py measures
+products of 1 to 16 rows by each kernel that takes them, in turns, and `attention` those of
+Qwen3-30B-A3B's attention in blocks for 32 to 256 rows. bench/gpu_quantised.py measures
 whole models.
 """
 
@@ -15,7 +16,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,28 @@ FEW_PRODUCTS = (
     Product("o of Qwen3-30B-A3B", 2048, 4096),
 )
 FEW_ROWS = (1, 2, 4, 8, 16)
+ATTENTION_LAUNCHES: dict[int, tuple[Tile, ...]] = {
+    32: tuple(Tile(32, 64, FP8_GROUP, 4, 5, True, splits=n) for n in (1, 2, 3, 4)),
+    64: (
+        *(Tile(64, 64, FP8_GROUP, 4, 5, True, splits=n) for n in (1, 2, 3, 4)),
+        Tile(64, 128, FP8_GROUP, 8, 4, True, splits=4),
+    ),
+    128: (
+        *(Tile(64, 64, FP8_GROUP, 4, 5, True, splits=n) for n in (1, 2)),
+        Tile(128, 64, FP8_GROUP, 4, 5, True, splits=2),
+        Tile(128, 128, FP8_GROUP, 8, 4, True, splits=4),
+        Tile(128, 64, FP8_GROUP, 4, 4, is_copied=True, splits=2),
+    ),
+    256: (
+        Tile(64, 64, FP8_GROUP, 4, 5, True),
+        Tile(128, 64, FP8_GROUP, 4, 4, True, splits=2),
+        Tile(128, 128, FP8_GROUP, 8, 4, True, splits=2),
+        Tile(128, 128, FP8_GROUP, 8, 4, True, splits=4),
+        Tile(128, 128, FP8_GROUP, 8, 4, is_copied=True, splits=2),
+        Tile(128, 128, FP8_GROUP, 8, 4, is_copied=True, splits=4),
+    ),
+}
+"""By the number of rows."""
 STREAMED = (
     StreamedLaunchConfig(16, 8, 4), StreamedLaunchConfig(16, 8, 2), StreamedLaunchConfig(32, 8, 2),
     StreamedLaunchConfig(32, 8, 1), StreamedLaunchConfig(16, 4, 4), StreamedLaunchConfig(16, 4, 2),
@@ -398,6 +421,50 @@ def few(run: Run) -> None:
                 time_few(run, product, scales, weights, rows, rates.bytes_per_s)
         del weights
         release()
+
+
+@harness.part_if_named
+def attention(run: Run) -> None:
+    """Products of attention, whose rows are rounded before, and those in bfloat16."""
+    rates = kept_rates(run)
+    for product in FEW_PRODUCTS[len(PRODUCTS) :]:
+        count = min(12, num_inputs(product.n * product.k))
+        plain, weights = (few_weights(product, scales, count) for scales in ("none", "blocks"))
+        for rows, launches in ATTENTION_LAUNCHES.items():
+            x = torch.randn(rows, product.k, device="cuda", dtype=BF16)
+            out = torch.empty((rows, product.n), device="cuda", dtype=BF16)
+            rounded = quantise_rows(x, has_groups=True)
+            ways: dict[str, Callable[..., object]] = {
+                "bfloat16, cuBLAS": partial(F.linear, x),
+                "cuBLAS": partial(torch_product, rounded),
+            }
+            for launch in launches:
+                given = {"bias": None, "residual": None, "launch": launch}
+                ways[str(launch)] = partial(multiply_fp8, rounded, out=out, **given)
+            graphs = {}
+            for name, way in ways.items():
+                with run.noted(f"{product.name}, {rows} rows, {name}"):
+                    taken = plain if name.startswith("bf") else weights
+                    graphs[name] = capture([partial(way, weight) for weight in taken])
+            with run.noted(f"rounding for {product.name}, {rows} rows"):
+                graphs["rounding of rows"] = capture([partial(quantise_rows, x, has_groups=True)])
+            note_turns(run, "attention", product, rows, graphs, 1e6 / rates.bytes_per_s)
+        del plain, weights
+        release()
+
+
+def note_turns(
+    run: Run, table: str, product: Product, rows: int, graphs: dict[str, Any], us_per_byte: float
+) -> None:
+    """Times graphs in turns; shares are those of reading a weight in FP8."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(_TURNS):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(*graph))
+    for name, found in times.items():
+        us = spread(found)
+        share = product.n * product.k * us_per_byte / us.median
+        run.row(table=table, product=product.name, rows=rows, way=name, us=us, share=share)
 
 
 def few_weights(product: Product, scales: str, count: int) -> Sequence[Fp8Matrix | torch.Tensor]:

@@ -131,7 +131,10 @@ KINDS = {
     "pages of ranks": ("_queries_kernel", "_results_kernel"),
     "attention": ("attention", "attend", "_decode_kernel", "_merge", "flash", "latent"),
     "drawing": ("greedy", "draw", "sampl", "keep_tokens", "_largest", "_gather_kernel"),
-    "experts": ("_direct_", "_sorted_", "_route_", "_count_", "_few_kernel", "moe"),
+    "experts": (
+        *("_direct_", "_fp8_inner_", "_fp8_out_", "_sorted_", "_rounded_", "_route_", "_count_"),
+        *("_place_", "_combine_", "_few_kernel", "moe"),
+    ),
     "products": ("gemm", "nvjet", "cutlass", "linear", "product", "matmul", "tile", "_mm", "fp8"),
 }
 """Kinds of kernels by parts of their names; the first that fits."""

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from weft.kernels.ops.linear.triton_fp8_rows import empty_rows, quantise_rows
 from weft.kernels.ops.moe import gpu as gpu_moe
-from weft.kernels.ops.moe import moe
+from weft.kernels.ops.moe import moe, triton_rounded
 from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts, Routing
+from weft.kernels.ops.moe.tiles import Tile, Tiles
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.moe.triton_direct import joins_shared
 from weft.kernels.ops.moe.triton_direct_fp8 import can_multiply, direct_fp8_moe
@@ -312,11 +314,9 @@ def test_experts_that_are_too_large_to_be_loaded_at_once(is_fp8: bool, rows: int
     assert_as_exact(total.bfloat16(), peer, exact, 4)
 
 
-@pytest.mark.parametrize("rows", [20, 100, 900])
-def test_blocks_of_many_pairs_round_their_rows_to_fp8(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """About 10, 50 and 450 pairs of an expert, of which the first ones are not rounded."""
+@pytest.mark.parametrize("rows", [4, 9, 20, 100, 900])
+def test_rows_of_experts_are_rounded_to_fp8(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About 2, 5, 10, 50 and 450 pairs of an expert, by weights in blocks of 128 rows."""
     fresh_seed()
     poison_new_memory(monkeypatch)
     case = make_case(rows, 1024, 768, 16, 8, torch.bfloat16)
@@ -325,21 +325,70 @@ def test_blocks_of_many_pairs_round_their_rows_to_fp8(
         replace(each, data=each.data.to(CUDA), scales=each.scales.to(CUDA)) for each, _ in drawn
     ]
     out = gpu_moe.moe(case.x, case.ids, case.shares, *weights, case.residual)
-    is_rounded = rows > 20
-    x = case.x.double()
-    x = in_fp8(x) if is_rounded else x
+    x = in_fp8(case.x.double())
     expected = case.residual.double()
     w13, w2 = (wide.to(CUDA) for _, wide in drawn)
     for expert, (gate_up, down) in enumerate(zip(w13, w2, strict=True)):
         row, place = (case.ids == expert).nonzero(as_tuple=True)
         gate, up = (x[row] @ gate_up.double().T).chunk(2, dim=1)
-        inner = F.silu(gate) * up
-        inner = in_fp8(inner) if is_rounded else inner
+        inner = in_fp8(F.silu(gate) * up)
         products = inner @ down.double().T * case.shares[row, place].double()[:, None]
         expected.index_add_(0, row, products)
     error = (out.double() - expected).norm() / (expected - case.residual.double()).norm()
     # Numbers between two of FP8 may go to the other one.
     assert error < 0.02
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("are_copied", [False, True])
+def test_each_launch_of_rounded_rows(
+    are_copied: bool, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bench/gpu_expert_launches.py times them, in a layer that is shared out to two ranks."""
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    monkeypatch.setattr(triton_rounded, "IS_COPIED", (are_copied, are_copied))
+    case = make_case(40, 1024, 768, 16, 8, torch.bfloat16)
+    drawn = [experts_of("fp8 wide", *each.shape) for each in (case.w13, case.w2)]
+    weights = [
+        replace(each, data=each.data.to(CUDA), scales=each.scales.to(CUDA)) for each, _ in drawn
+    ]
+    case = case._replace(w13=drawn[0][1].to(CUDA), w2=drawn[1][1].to(CUDA))
+    expected = (compute(case, torch.float64) - case.residual.double()).cpu()
+    for rows, warps in itertools.product((16, 32, 64), (4, 8)):
+        if columns == 64 and warps == 8:
+            continue
+        tile = Tile(columns, 128, warps, 3)
+        tiles = Tiles(rows, tile, tile, is_rounded=True)
+        total = torch.zeros_like(case.x, dtype=torch.float32)
+        for own in torch.randperm(16, device=CUDA).split((5, 11)):
+            placement = torch.full((16,), len(own), dtype=torch.int32, device=CUDA)
+            placement[own] = torch.arange(len(own), dtype=torch.int32, device=CUDA)
+            parts = [share_of(each, own) for each in weights]
+            given = (case.x, placement[case.ids], case.shares, *parts, None, tiles)
+            total += gpu_moe.sorted_moe(*given, more=ExpertParts(placement=placement)).float()
+        error = (total.cpu().double() - expected).norm() / expected.norm()
+        # Three bits of each number of x and of what is between the products.
+        assert error < 0.08, (rows, warps)
+
+
+@pytest.mark.parametrize("rows", [9, 64, 300])
+def test_the_norm_after_experts_rounds_its_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    case = make_case(rows, 1024, 768, 16, 8, torch.bfloat16)
+    drawn = [experts_of("fp8 wide", *each.shape)[0] for each in (case.w13, case.w2)]
+    weights = [
+        replace(each, data=each.data.to(CUDA), scales=each.scales.to(CUDA)) for each in drawn
+    ]
+    rounded = empty_rows(rows, 1024, case.x.device, has_groups=True)
+    gain = torch.rand(1024, device=CUDA).bfloat16()
+    after = NormAfter(case.residual, gain, 1e-6, rounded)
+    logits = torch.randn(rows, 16, device=CUDA)
+    found = gpu_moe.routed_moe(case.x, logits, 8, *weights, after, renormalise=True)
+    expected = quantise_rows(found, has_groups=True)
+    assert torch.equal(rounded.scales[:, :rows], expected.scales[:, :rows])
+    assert torch.equal(*(each.data[:rows].view(torch.uint8) for each in (rounded, expected)))
 
 
 def in_fp8(rows: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ KERNELS = {
     "_rms_norm _rope_and_cache",
     "experts": "_direct_inner _direct_out _listed_out _sorted _route _route_and_sort _combine",
     "fp8": "_fp8_spread _fp8_rows _fp8_tiles _streamed _fp8_inner _fp8_out _direct_inner "
-    "_listed_out _sorted",
+    "_listed_out _sorted _rounded",
     "encoders": "_encoder _add_layer_norm _rotate",
     "groups": "_few _tensor_cores _groups _in_floats",
     "8 bits": "_decode _extend _rope_and_cache",

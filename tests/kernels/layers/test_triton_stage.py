@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from weft.kernels.ops.peers.triton_stage import (
     receive_rows,
     send_rows,
 )
+from weft.testing.kernels.divided_models import VOCAB, run_alone, run_divided
+from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -49,3 +52,17 @@ def test_rows_arrive_in_the_order_of_the_steps(dtype: torch.dtype) -> None:
             taken += 1
     with pytest.raises(ValueError, match="room for"):
         send_rows(ends[0], torch.zeros((most + 1, width), dtype=dtype))
+
+
+@pytest.mark.full
+def test_stages_of_two_ranks_each_have_the_logits_of_one_process(tmp_path: Path) -> None:
+    """By the operations and kernels of GPUs: ranks of a stage add up sums, and each hands rows to
+    one of the next stage.
+    """
+    seed, folder = random.randrange(1 << 30), tmp_path / "model"
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    make_tiny("llama", folder, seed, vocab_size=VOCAB, **sizes)
+    alone = run_alone(folder, seed)
+    together = run_divided(folder, seed, str(tmp_path / "store"), count=2)
+    for found, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

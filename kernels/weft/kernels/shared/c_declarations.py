@@ -35,7 +35,7 @@ def from_c(structure: type[S]) -> type[S]:
 
 def c_function(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     """A function of csrc/cpu.c or csrc/sampling.c in its compiled form."""
-    ((result, arguments),) = re.findall(rf"^(\w+) {name}\(([^)]*)\) {{", _text(), re.MULTILINE)
+    result, arguments = _functions()[name]
     function: ctypes._NamedFuncPointer = getattr(library, name)
     function.restype = _NUMBERS[result]
     given = [] if arguments == "void" else arguments.split(",")
@@ -58,6 +58,13 @@ def c_number(name: str) -> int:
     """A number that the sources define."""
     (number,) = re.findall(rf"^#define {name} (\d+)$", _text(), re.MULTILINE)
     return int(number)
+
+
+@functools.cache
+def _functions() -> dict[str, tuple[str, str]]:
+    """Of each function its result and its arguments."""
+    found = re.findall(r"^(\w+) (\w+)\(([^)]*)\) {", _text(), re.MULTILINE)
+    return {name: (result, arguments) for result, name, arguments in found}
 
 
 @functools.cache

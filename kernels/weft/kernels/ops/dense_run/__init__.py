@@ -104,12 +104,12 @@ class DenseRun:
         native form.
         """
         found = [layer for layer in layers if layer is not None and _has_plain_softmax(layer.spec)]
-        native = cpu.native_cpu()
-        if native is None or len(found) < len(layers):
+        if len(found) < len(layers):
             return None
         if any(w.native is None for layer in found for w in layer.products.values()):
             return None
-        return cls(native, found)
+        native = cpu.native_cpu()  # Loaded where weights are for it: a GPU has other uses of time.
+        return None if native is None else cls(native, found)
 
     def fits(self, pool: torch.Tensor) -> bool:
         """Whether the native operation handles these heads."""

@@ -121,5 +121,17 @@ def store_fp8_row(
         most = tl.max(largest, axis=0)
         tl.store(scales + row, most / _MAX)
         inverse = 1.0 / tl.maximum(most, _LEAST)
-    rounded = tl.clamp(values * inverse * _MAX, -_MAX, _MAX).to(data.dtype.element_ty)
+    rounded = in_fp8(values, inverse, data.dtype.element_ty)
     tl.store(data + row * k + at, rounded, mask=mask)
+
+
+@triton.jit
+def in_fp8(values: tl.tensor, inverse: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Values in float32 as FP8, so that 1 / `inverse` becomes FP8_MAX."""
+    return tl.clamp(values * inverse * _MAX, -_MAX, _MAX).to(dtype)
+
+
+@triton.jit
+def group_scale(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """From the largest magnitude of a group its scale, and `inverse` of `in_fp8`."""
+    return largest / _MAX, 1.0 / tl.maximum(largest, _LEAST)

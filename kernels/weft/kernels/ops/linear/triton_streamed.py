@@ -31,7 +31,7 @@ _FEW_COLUMNS, _LONG = 4096, 8192
 """Borders, in columns and in elements of K, between the ranges of rows and the launches below. They
 were measured on an H200 with products of Llama-3.1-8B and Qwen3-30B-A3B.
 """
-_MAX_ROWS, _MAX_ROWS_OF_FEW_COLUMNS, _MAX_GATED_ROWS = 8, 16, 2
+MAX_STREAMED_ROWS, _MAX_ROWS_OF_FEW_COLUMNS, _MAX_GATED_ROWS = 8, 16, 2
 """Most rows of a product, of one with at most _FEW_COLUMNS (and _LONG in blocks), and of a gated
 pair in FP8. Beyond, FP8 takes less time with rows that are rounded first (`triton_fp8_tiles`), and
 floats with cuBLAS.
@@ -72,7 +72,7 @@ def streamed_rows(weight: Weight, dtype: torch.dtype, *, is_gated: bool) -> rang
     """
     (columns, k), is_blocks = weight.shape, isinstance(weight, Fp8Blocks)
     are_few = columns <= _FEW_COLUMNS and not (is_blocks and k > _LONG)
-    most = _MAX_ROWS_OF_FEW_COLUMNS if are_few else _MAX_ROWS
+    most = _MAX_ROWS_OF_FEW_COLUMNS if are_few else MAX_STREAMED_ROWS
     is_plain = dtype == torch.bfloat16 and columns % 32 == 0 and k % FP8_GROUP == 0
     if isinstance(weight, torch.Tensor):
         is_right = weight.dtype == dtype and weight.is_contiguous() and has_kernel(weight.device)

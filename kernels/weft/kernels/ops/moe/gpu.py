@@ -2,8 +2,9 @@
 
 Few rows go to `triton_direct` or `triton_direct_fp8`, and with weights of 4 bits to
 `linear.triton_groups_few_rows`. For more rows, pairs of a row and an expert are sorted by expert
-and cut into blocks, which are multiplied by their experts' weights (`triton_products`). No pair is
-dropped, and a row's experts are summed in order, so that results repeat.
+and cut into blocks, which are multiplied by their experts' weights (`triton_products`, or
+`triton_rounded`). No pair is dropped, and a row's experts are summed in order, so that results
+repeat.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from weft.kernels.ops.activation.spec import SILU
-from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
+from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
 from weft.kernels.ops.linear.triton_groups_few_rows import PairExperts, is_in_fours, multiply_few
 from weft.kernels.ops.lora.spec import ExpertAddition
 from weft.kernels.ops.moe.reference import placed
@@ -24,7 +25,14 @@ from weft.kernels.ops.moe.spec import (
     SharedExpert,
     StackedWeight,
 )
-from weft.kernels.ops.moe.tiles import FIXED_FP8, Tiles, fp8_tiles, packed_tiles, tiles_for
+from weft.kernels.ops.moe.tiles import (
+    FIXED_FP8,
+    Tiles,
+    fp8_tiles,
+    packed_tiles,
+    rounded_tiles,
+    tiles_for,
+)
 from weft.kernels.ops.moe.triton_combine import NormAfter, combine
 from weft.kernels.ops.moe.triton_direct import MAX_DIRECT_ROWS, direct_moe
 from weft.kernels.ops.moe.triton_direct_fp8 import can_multiply, direct_fp8_moe
@@ -38,6 +46,11 @@ from weft.kernels.ops.moe.triton_lora_tiles import (
     tokens_of,
 )
 from weft.kernels.ops.moe.triton_products import multiply_sorted
+from weft.kernels.ops.moe.triton_rounded import (
+    can_multiply_rounded,
+    down_rounded,
+    gate_up_rounded,
+)
 from weft.kernels.ops.moe.triton_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.ops.moe.triton_sort import Blocks, sort_pairs
 from weft.kernels.ops.norm.triton_rms import add_rms_norm
@@ -172,11 +185,11 @@ def routed_moe(
             assert not isinstance(w13, PackedExperts)
             assert not isinstance(w2, PackedExperts)
             out = direct_moe(x, *routed, w13, w2, None, None, more, shared)
-        return out if after is None else add_rms_norm(out, *after)[0]
+        return out if after is None else norm_after(out, after)
     if lora is None and _is_few_packed(x, w13, w2):
         routed = recorded_route(logits, top_k, *routes)
         return _few_packed(x, *routed, w13, w2, None, after, more)
-    tiles, blocks = _tiles(x, top_k, w2, lora, more), None
+    tiles, blocks = _tiles(x, top_k, w13, w2, lora, more), None
     is_alone = form.jitter is None and record is None
     if is_alone and is_sorted_at_once(rows, logits.shape[1]):
         ids, shares, blocks = route_and_sort(
@@ -189,6 +202,12 @@ def routed_moe(
         x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after, more=more,
         rounded=rounded,
     )  # fmt: skip
+
+
+def norm_after(x: torch.Tensor, after: NormAfter) -> torch.Tensor:
+    """Adds x to the stream, and computes the norm of the sum."""
+    stream, weight, eps, rounded = after
+    return add_rms_norm(x, stream, weight, eps, rounded=rounded)[0]
 
 
 def moe(
@@ -236,7 +255,7 @@ def moe(
     if is_fixed and any(isinstance(weight, Fp8Experts) for weight in (w13, w2)):
         tiles = FIXED_FP8
     else:
-        tiles = _tiles(x, ids.shape[1], w2, lora, more)
+        tiles = _tiles(x, ids.shape[1], w13, w2, lora, more)
     return sorted_moe(
         x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
     )
@@ -285,6 +304,7 @@ def _few_packed(
 def _tiles(
     x: torch.Tensor,
     top_k: int,
+    w13: StackedWeight,
     w2: StackedWeight,
     lora: ExpertAddition | None,
     more: ExpertParts,
@@ -294,6 +314,10 @@ def _tiles(
     if isinstance(w2, PackedExperts):
         is_nvfp4 = w2.first.factors is not None
         return packed_tiles(rows * top_k, experts, is_plain=lora is None, is_nvfp4=is_nvfp4)
+    if lora is None and can_multiply_rounded(x, w13, w2, more):
+        tiles = rounded_tiles(rows * top_k, experts)
+        if tiles is not None:
+            return tiles
     if isinstance(w2, Fp8Experts) and w2.rows and x.element_size() == 2:
         return fp8_tiles(rows * top_k, experts)
     return tiles_for(rows, top_k, experts, hidden, width)
@@ -326,7 +350,9 @@ def sorted_moe(
     rows, (experts, _, inner) = x.shape[0], w2.shape
     blocks = blocks or sort_pairs(ids, experts, tiles.rows)
     given = (x, ids, shares, w13, w2, tiles, blocks)
-    if lora is not None and _is_paired(lora, rows, inner, is_fixed=is_fixed):
+    if tiles.is_rounded:
+        found = _rounded(*given, more, rounded)
+    elif lora is not None and _is_paired(lora, rows, inner, is_fixed=is_fixed):
         if more.biases is not None or more.gating != SILU:
             raise ValueError("adapters of experts with biases or another gating are not supported")
         found = _paired(*given, lora, ranks, rounded, is_share=more.is_share)
@@ -334,6 +360,33 @@ def sorted_moe(
         found = _in_turn(*given, lora, more, rounded, is_fixed=is_fixed)
     share = None if more.placement is None else (ids, experts)
     return combine(*found, ids.shape[1], residual, after, is_fixed=is_fixed, share=share)
+
+
+def _rounded(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    w13: StackedWeight,
+    w2: StackedWeight,
+    tiles: Tiles,
+    blocks: Blocks,
+    more: ExpertParts,
+    rounded: Fp8Rows | None,
+) -> _Sorted:
+    """For what `can_multiply_rounded` accepts."""
+    assert isinstance(w13, Fp8Experts)
+    assert isinstance(w2, Fp8Experts)
+    options = launch_options(x.device)
+    rounded = quantise_rows(x, has_groups=True) if rounded is None else rounded
+    inner = gate_up_rounded(
+        rounded, w13, blocks, tiles.rows, tiles.up, ids.shape[1], options, x.dtype, more
+    )
+    if isinstance(inner, torch.Tensor):
+        inner = quantise_rows(inner, has_groups=True)
+    products = down_rounded(
+        inner, w2, shares, blocks, tiles.rows, tiles.down, options, x.dtype, more
+    )
+    return _Sorted(products, None, None, options)
 
 
 def _in_turn(

@@ -31,12 +31,18 @@ class Tiles(NamedTuple):
     up: Tile
     """For gate and up; `columns` counts the columns of each."""
     down: Tile
+    is_rounded: bool = False
+    """Whether `triton_rounded` computes the products, from rows in FP8."""
 
 
 FIXED_FP8 = Tiles(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
 """For FP8 weights in deterministic mode, whatever the number of pairs. For larger blocks
 `multiply_sorted` rounds rows to FP8, so that a row's result would depend on its batch.
 """
+
+
+_MAX_ROUNDED_PAIRS = 20
+"""Average pairs of an expert up to which `rounded_tiles` are used."""
 
 
 def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> Tiles:
@@ -67,6 +73,18 @@ def fp8_tiles(pairs: int, experts: int) -> Tiles:
     if average <= 64:
         return Tiles(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))
     return Tiles(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))
+
+
+def rounded_tiles(pairs: int, experts: int) -> Tiles | None:
+    """Tiles for few FP8 pairs of an expert, whose rows are rounded (`triton_rounded`), by their
+    average number; None: those of `fp8_tiles` are faster.
+    """
+    average = triton.cdiv(pairs, experts)
+    if average > _MAX_ROUNDED_PAIRS:
+        return None
+    # An expert rarely has twice the average, so most have one block.
+    rows, warps = (16, 4) if average <= 9 else (32, 8)
+    return Tiles(rows, Tile(128, 128, warps, 3), Tile(128, 128, warps, 4), is_rounded=True)
 
 
 def packed_tiles(pairs: int, experts: int, *, is_plain: bool, is_nvfp4: bool = False) -> Tiles:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, store_fp8_row
+from weft.kernels.ops.linear.triton_fp8_weights import GROUP
 from weft.kernels.ops.lora.triton_fold import ranks_at_once
 from weft.kernels.ops.lora.triton_parts import AdapterRows
 from weft.kernels.ops.moe.triton_lora_pairs import (
@@ -19,6 +21,7 @@ from weft.kernels.ops.moe.triton_lora_pairs import (
     unit_of,
 )
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.shared.formats.quantised import FP8_GROUP
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 
 
@@ -30,6 +33,8 @@ class NormAfter(NamedTuple):
     weight: torch.Tensor
     """[H]: weight of the norm."""
     eps: float
+    rounded: Fp8Rows | None = None
+    """Receives the norm's result in FP8 as well."""
 
 
 def combine(
@@ -65,21 +70,25 @@ def combine(
     out = torch.empty((pairs // top_k, hidden), dtype=products.dtype, device=products.device)
     whole = next_power_of_2(hidden)
     block = whole if after is not None else min(1024, whole)
-    stream, gain, eps = after or (None, None, 0.0)
+    stream, gain, eps, rounded = after or (None, None, 0.0, None)
+    if rounded is not None:
+        block = max(block, FP8_GROUP)
     ids, experts = share or (None, 0)
     sums = 1 if folded is None else top_k * folded.down.sums
     _combine_kernel[(pairs // top_k, cdiv(hidden, block))](
         out, products, residual, added, stream, gain, ids, hidden, experts, eps,
+        *((None, None, 0) if rounded is None else (*rounded[:2], rounded.data.shape[0])),
         *(NOTHING if folded is None else folded.arguments()), TOP_K=top_k, BLOCK=block,
         IS_ADDED_BY_PAIR=added is not None and added.shape[0] == pairs,
-        IS_FIXED=is_fixed, SUMS=sums, BLOCK_SUMS=next_power_of_2(sums),
+        IS_FIXED=is_fixed, HAS_GROUPS=rounded is not None and rounded.has_groups,
+        SUMS=sums, BLOCK_SUMS=next_power_of_2(sums),
         UNIT=ranks_at_once(block, products.element_size()),
         num_warps=max(1, min(16, block // 256)), **options,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=FOLDED)
+@triton.jit(do_not_specialize=[*FOLDED, "whole_rows"])
 def _combine_kernel(
     out: tl.tensor,
     products: tl.tensor,
@@ -91,6 +100,9 @@ def _combine_kernel(
     hidden: int,
     experts: int,
     eps: float,
+    rounded: tl.tensor,
+    rounded_scales: tl.tensor,
+    whole_rows: int,
     ranks: tl.tensor,
     token_slots: tl.tensor,
     of_b: AdapterRows,
@@ -103,6 +115,7 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     IS_ADDED_BY_PAIR: tl.constexpr,
     IS_FIXED: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -150,9 +163,18 @@ def _combine_kernel(
     if stream is not None:
         total = total.to(out.dtype.element_ty).to(tl.float32)
         total += tl.load(stream + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
-        rounded = total.to(stream.dtype.element_ty)
-        tl.store(stream + row * hidden + column, rounded, mask=mask)
-        total = rounded.to(tl.float32)
+        summed = total.to(stream.dtype.element_ty)
+        tl.store(stream + row * hidden + column, summed, mask=mask)
+        total = summed.to(tl.float32)
         total *= tl.rsqrt(tl.sum(total * total, axis=0) / hidden + eps)
         total *= tl.load(gain + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=mask)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + row * hidden + column, result, mask=mask)
+    if rounded is not None:
+        group = tl.arange(0, BLOCK // GROUP)
+        at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        values = tl.reshape(tl.where(mask, result.to(tl.float32), 0.0), [BLOCK // GROUP, GROUP])
+        store_fp8_row(
+            rounded, rounded_scales, values, row, whole_rows, group, tl.cdiv(hidden, GROUP), at,
+            at < hidden, hidden, HAS_GROUPS,
+        )  # fmt: skip

@@ -269,7 +269,7 @@ def route_and_sort(
         BINS=next_power_of_2(experts),
         BLOCK=block,
         BOUND=next_power_of_2(bound),
-        num_warps=4 if padded <= 16 else 8,
+        num_warps=4 if padded <= 16 else 8 if padded * next_power_of_2(experts) <= 1 << 11 else 16,
         **launch_options(logits.device),
     )
     return ids, shares, Blocks(order, *table)

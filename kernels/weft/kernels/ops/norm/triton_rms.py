@@ -26,14 +26,15 @@ def add_rms_norm(
     eps: float,
     added: Folded | None = None,
     tap: torch.Tensor | None = None,
+    rounded: Fp8Rows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.ops.norm.add_rms_norm` for CUDA tensors.
 
     `added` is what adapters add to `x`. `tap`, [T, H] with rows of any stride, receives the sum as
-    well.
+    well, and `rounded` the norm's result in FP8.
     """
     out = torch.empty_like(x)
-    _launch(out, x, residual, weight, eps, added, tap)
+    _launch(out, x, residual, weight, eps, added, tap, rounded)
     return out, residual
 
 

@@ -18,11 +18,12 @@ from weft.kernels.ops.linear.gpu import (
 )
 from weft.kernels.ops.linear.gpu_fp8 import gated_mlp, has_groups, may_round, rounds_rows
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
-from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
+from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, empty_rows
+from weft.kernels.ops.linear.triton_streamed import MAX_STREAMED_ROWS
 from weft.kernels.ops.lora.checks import check_addition
 from weft.kernels.ops.lora.spec import LoraAddition, experts_addition
 from weft.kernels.ops.lora.triton_fold import MAX_FOLDED_ROWS, Folded
-from weft.kernels.ops.moe.gpu import begin_ranks, routed_moe
+from weft.kernels.ops.moe.gpu import begin_ranks, norm_after, routed_moe
 from weft.kernels.ops.moe.spec import ExpertParts, SharedExpert
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.moe.triton_direct import joins_shared
@@ -40,6 +41,7 @@ from weft.kernels.ops.stream.additions import (
 )
 from weft.kernels.ops.stream.reference import Stream
 from weft.kernels.ops.stream.taps import Taps
+from weft.kernels.shared.formats.quantised import Fp8Experts
 
 
 class GpuStream(Stream):
@@ -260,7 +262,9 @@ def _add_and_norm(
     of the same format.
     """
     if isinstance(pending, Combine | SharedCombine):
-        return Normed(_combine(pending, NormAfter(value, *norm)))
+        rounded = _rows_after_experts(value, pending)
+        normed = _combine(pending, NormAfter(value, *norm, rounded))
+        return Normed(normed) if rounded is None else _RoundedNormed(normed, rounded)
     if isinstance(pending, Computed):
         return Normed(add_rms_norm(pending.value, value, *norm, None, tap)[0])
     out, added = _product(pending) if isinstance(pending, Sum) else _gated(pending)
@@ -270,6 +274,19 @@ def _add_and_norm(
     return _RoundedNormed(
         *add_rounding_norm(out, value, *norm, added, tap, has_groups=has_groups(last))
     )
+
+
+def _rows_after_experts(value: torch.Tensor, pending: Combine | SharedCombine) -> Fp8Rows | None:
+    """Where the norm after experts with weights in FP8 blocks also puts its result, rounded for the
+    next product, which mostly has the experts' format; None: it takes rows as they are.
+    """
+    routed = pending.routed if isinstance(pending, SharedCombine) else pending
+    experts = routed.w.experts
+    first = None if experts.stacked is None or experts.is_fixed else experts.stacked[0]
+    rows, hidden = value.shape
+    if not isinstance(first, Fp8Experts) or not first.rows or rows <= MAX_STREAMED_ROWS:
+        return None
+    return empty_rows(rows, hidden, value.device, has_groups=True)
 
 
 def _product(pending: Sum) -> tuple[torch.Tensor, Folded | None]:
@@ -334,7 +351,7 @@ def _combine(pending: Combine | SharedCombine, after: NormAfter | None) -> torch
         joined = SharedExpert(shared.gate_up.data, shared.down.data, gate.data)
     if pending.w.form.scales_input or pending.w.exchange is not None:
         total = pending.partial()
-        return total if after is None else add_rms_norm(total, *after)[0]
+        return total if after is None else norm_after(total, after)
     x, w, to_experts = pending.x.value, pending.w, experts_addition(pending.lora, pending.layer)
     experts = w.experts
     assert experts.stacked is not None

@@ -1,7 +1,7 @@
-"""Two ranks that run steps of a model as GPUs do that divide its pages, by Triton's interpreter on
-memory of the host.
+"""Ranks that run steps of a model as GPUs do, by Triton's interpreter on memory of the host: two
+that divide its pages, or two in each of two stages.
 
-    python -m weft.testing.kernels.divided_models FD BYTES FOLDER STORE
+    python -m weft.testing.kernels.divided_models FD BYTES FOLDER SEED STORE STAGES RANK
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.ranks.share import query_shape
 from weft.engine.model.loader import load_model
+from weft.engine.model.stage import Stage
 from weft.engine.parallel import device_peers
 from weft.engine.parallel.device_peers import DevicePeers
+from weft.engine.parallel.device_stages import DeviceStages
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank, num_pages_here
+from weft.engine.parallel.stages import layers_of_stages, stage_of_rank
 from weft.testing.kernels import peer_ranks
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 
 SIZE, PAGE, NUM_PAGES, SLOTS, VOCAB = 2, 8, 40, 3, 250
+MAX_STEP_TOKENS = 64
 BYTES_OF_RANK = 1 << 24
 
 
@@ -56,35 +60,45 @@ def run_alone(folder: Path, seed: int) -> list[torch.Tensor]:
     return _run(_executor(folder, None), seed)
 
 
-def run_divided(folder: Path, seed: int, store_path: str) -> list[torch.Tensor]:
-    """Logits of each step on rank 0 of two that divide pages."""
-    segment = Segment.create(SIZE * BYTES_OF_RANK, "test")
-    given = (segment.number, segment.size, folder, seed, store_path)
-    other = subprocess.Popen(
-        [sys.executable, "-m", __name__, *map(str, given)], pass_fds=(segment.number,)
-    )
+def run_divided(folder: Path, seed: int, store_path: str, count: int = 1) -> list[torch.Tensor]:
+    """Logits of each step on rank 0.
+
+    Args:
+        count: Of stages. The two ranks of one divide pages.
+    """
+    size = SIZE * count
+    segment = Segment.create(size * BYTES_OF_RANK, "test")
+    given = (segment.number, segment.size, folder, seed, store_path, count)
+    command = [sys.executable, "-m", __name__, *map(str, given)]
+    others = [
+        subprocess.Popen([*command, str(rank)], pass_fds=(segment.number,))
+        for rank in range(1, size)
+    ]
     try:
-        found = run_rank(segment, 0, folder, seed, store_path)
-        assert other.wait(120) == 0
+        found = run_rank(segment, 0, folder, seed, store_path, count)
+        for other in others:
+            assert other.wait(120) == 0
     finally:
-        other.kill()
-        other.wait()
+        for other in others:
+            other.kill()
+            other.wait()
     return found
 
 
 def run_rank(
-    segment: Segment, rank: int, folder: Path, seed: int, store_path: str
+    segment: Segment, rank: int, folder: Path, seed: int, store_path: str, count: int
 ) -> list[torch.Tensor]:
+    size = SIZE * count
     calls = SimpleNamespace(
         cudaHostRegister=lambda address, num_bytes, flags: 0,
         cudaHostUnregister=lambda address: 0,
     )
     group: Any = SimpleNamespace(
-        rank=rank, size=SIZE, words=(0, 0), stop_address=0, limit_address=0
+        rank=rank, size=size, words=(0, 0), stop_address=0, limit_address=0
     )
     with as_on_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_ranks, "BYTES_OF_RANK", BYTES_OF_RANK)
-        memory = peer_ranks.HostMemory(segment, rank, SIZE)
+        memory = peer_ranks.HostMemory(segment, rank, size)
         patch.setattr(device_peers, "symmetric", memory)
         patch.setattr(torch.cuda, "cudart", lambda: calls)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
@@ -94,16 +108,24 @@ def run_rank(
         patch.setattr(device_peers, "MAX_ROWS", 8)
         for name in ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"):
             patch.setenv(name, "1")
-        ranks = device_peers.join(rank, SIZE, store_path)
+        ranks = device_peers.join(rank, size, store_path)
         try:
             model = ModelConfig.load(folder)
-            sizes = model.hidden_size, torch.float32, model.num_embeddings
-            peers = DevicePeers(
-                group, torch.device("cpu"), ranks, *sizes, lambda phase: dist.barrier()
-            )
-            settings = EngineConfig(model_dir=folder, dtype="float32", tp=SIZE, dcp=SIZE)
-            peers.divide_pages(SIZE, *query_shape(settings, model))
-            executor = _executor(folder, peers)
+            device, width, dtype = torch.device("cpu"), model.hidden_size, torch.float32
+            sizes = width, dtype, model.num_embeddings
+            peers = DevicePeers(group, device, ranks, *sizes, lambda phase: dist.barrier(), SIZE)
+            stage = None
+            if count == 1:
+                settings = EngineConfig(model_dir=folder, dtype="float32", tp=SIZE, dcp=SIZE)
+                peers.divide_pages(SIZE, *query_shape(settings, model))
+            else:
+                beside = DeviceStages(
+                    group, device, peers.mapped, MAX_STEP_TOKENS, width, dtype, SIZE
+                )
+                number = stage_of_rank(rank, count, SIZE)
+                layers = layers_of_stages(model.num_layers, count)[number]
+                stage = Stage(number, count, layers, beside, has_own_pages=True)
+            executor = _executor(folder, peers, stage)
             executor.own_pool.fill_(float("nan"))  # A page elsewhere is nowhere here.
             dist.barrier()
             with torch.inference_mode():
@@ -114,13 +136,21 @@ def run_rank(
     return found
 
 
-def _executor(folder: Path, peers: DevicePeers | None) -> LocalExecutor:
-    loaded = load_model(folder, "float32", "cpu", peers=peers)
+def _executor(folder: Path, peers: DevicePeers | None, stage: Stage | None = None) -> LocalExecutor:
+    loaded = load_model(folder, "float32", "cpu", peers=peers, stage=stage)
     layout, num_pages = loaded.model.kv_layout(PAGE), NUM_PAGES
     if peers is not None:
-        layout, num_pages = layout_of_rank(layout, SIZE), num_pages_here(NUM_PAGES, SIZE)
+        layout = layout_of_rank(layout, SIZE)
+        num_pages = num_pages_here(NUM_PAGES, 1 if peers.pages is None else SIZE)
     sizes = num_pages, SLOTS + 1, 12 * PAGE, torch.device("cpu")
-    return LocalExecutor(loaded.model, layout, *sizes, max_step_tokens=64, cuda_graphs=False)
+    return LocalExecutor(
+        loaded.model,
+        layout,
+        *sizes,
+        max_step_tokens=MAX_STEP_TOKENS,
+        cuda_graphs=False,
+        has_logits=stage is None or stage.is_last,
+    )
 
 
 def _run(executor: LocalExecutor, seed: int) -> list[torch.Tensor]:
@@ -156,8 +186,9 @@ def _arrays(step: Sequence[Rows], tokens: Any, pages: Any) -> StepArrays:
 
 
 def main(argv: list[str]) -> None:
-    number, num_bytes, folder, seed, store_path = argv
-    run_rank(Segment(int(number), int(num_bytes)), 1, Path(folder), int(seed), store_path)
+    number, num_bytes, folder, seed, store_path, count, rank = argv
+    segment = Segment(int(number), int(num_bytes))
+    run_rank(segment, int(rank), Path(folder), int(seed), store_path, int(count))
 
 
 if __name__ == "__main__":

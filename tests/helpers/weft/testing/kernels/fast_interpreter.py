@@ -3,12 +3,14 @@
 It replaces the functions of `triton.language` by its own for each call of a device function, also
 where the launch that the call belongs to has done so: half of the time of kernels that are made of
 many functions. It looks up each value's dtype in a table that it makes anew. It builds the type of
-each intermediate value, and checks its shape, though a kernel has few types. And it widens floats
-of 8 and 16 bits by dozens of operations, where there are few that differ.
+each intermediate value, and checks its shape, though a kernel has few types. It looks in sums and
+products of integers for overflows, and drops what it finds. And it converts floats by dozens of
+operations, of 8 and 16 bits where there are few that differ, to bfloat16 where it cuts bits off.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Hashable
@@ -42,8 +44,11 @@ def replace_functions_once() -> None:
         return found(element) if type(element) is tl.dtype else find(given)
 
     interpreter._get_np_dtype = find_once
+    interpreter._patch_attr = _replace_builtin
     _build_types_once()
     _compare_types_once()
+    _broadcast_unlike_shapes()
+    _skip_dropped_checks()
     _convert_by_tables()
 
 
@@ -52,6 +57,16 @@ def _modules(fn: Any) -> tuple[ModuleType, ...]:
     """Modules of the language that a kernel's or device function's module uses."""
     used = (one for one in fn.__globals__.values() if inspect.ismodule(one))
     return tuple(one for one in used if one in (tl, tl.core))
+
+
+def _replace_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """As the interpreter does, which copies the arguments of each call."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        named["_semantic"] = interpreter.interpreter_semantic
+        return member(*args, **named)
+
+    scope.set_attr(obj, name, call)
 
 
 def _build_types_once() -> None:
@@ -118,12 +133,38 @@ def _compare_types_once() -> None:
     tl.core._unwrap_if_constexpr = unwrapped
 
 
+def _broadcast_unlike_shapes() -> None:
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_unlike(self: Any, a: Any, b: Any) -> tuple[Any, Any]:
+        are_blocks = type(a.type) is type(b.type) is tl.block_type
+        if are_blocks and a.type.shape.values == b.type.shape.values:
+            return a, b
+        both: tuple[Any, Any] = broadcast(self, a, b)
+        return both
+
+    TritonSemantic.broadcast_impl_value = broadcast_unlike
+
+
+def _skip_dropped_checks() -> None:
+    """Overflows are looked for, and told by assertions that do nothing unless one debugs."""
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
 def _convert_by_tables() -> None:
-    """Widens each float of 8 or 16 bits once, and looks others up."""
+    """Widens each float of 8 or 16 bits once, and looks others up; cuts off what bfloat16 lacks."""
     convert = interpreter._convert_float
     tables: dict[Hashable, Any] = {}
 
     def converted(given: Any, before: Any, after: Any, rounding: Any) -> Any:
+        if before.is_fp32() and after.is_bf16() and rounding is None:
+            words = given.view(np.uint32)
+            sizes = words & 0x7FFFFFFF
+            # Of numbers below the normal ones the interpreter makes others.
+            if not ((sizes > 0) & (sizes < 1 << 23)).any():
+                return (words >> 16).astype(np.uint16)
         bits = before.primitive_bitwidth
         if bits > 16 or bits >= after.primitive_bitwidth:
             return convert(given, before, after, rounding)

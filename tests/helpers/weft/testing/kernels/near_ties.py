@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import pytest
 import torch
 from weft.kernels.ops import moe as moe_module
 from weft.kernels.ops.draft_head import operations as draft_operations
 from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm, Routing
+from weft.testing.draws import Drawn, draw_until
 
 CLEAR = 1e-4
 """A difference between two scores, or logits, of sizes about 1 that roundings do not turn over."""
-
-Drawn = TypeVar("Drawn")
 
 
 def clear_logits(
@@ -32,10 +30,14 @@ def clear_logits(
 ) -> torch.Tensor:
     """Normal logits of routers, [rows, experts] float32, whose choices are clear."""
     made = torch.empty(0, experts)
-    while len(made) < rows:
+
+    def draw() -> torch.Tensor:
+        nonlocal made
         more = spread * torch.randn(rows + 8, experts) + shift
         made = torch.cat((made, more[routing_gaps(more, top_k, form) > CLEAR]))
-    return made[:rows]
+        return made
+
+    return draw_until(draw, lambda found: len(found) >= rows)[:rows]
 
 
 def routing_gaps(logits: torch.Tensor, top_k: int, form: RouterForm = SOFTMAX) -> torch.Tensor:
@@ -96,10 +98,11 @@ def noting_gaps() -> Iterator[list[float]]:
 
 def draw_clear(draw: Callable[[], Drawn], run: Callable[[Drawn], object]) -> Drawn:
     """Draws until what `run` chooses of the drawn is clear; see `noting_gaps`."""
-    while True:
-        drawn = draw()
+
+    def is_clear(drawn: Drawn) -> bool:
         with noting_gaps() as gaps:
             run(drawn)
-        assert gaps
-        if min(gaps) > CLEAR:
-            return drawn
+        assert gaps, "nothing was chosen"
+        return min(gaps) > CLEAR
+
+    return draw_until(draw, is_clear)

@@ -67,6 +67,7 @@ from weft.kernels.ops.linear import gpu as gpu_linear
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear import triton_groups_tensor_cores as groups_tensor_cores
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
+from weft.kernels.ops.linear.triton_fp8_rows import empty_rows
 from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.moe import moe
 from weft.kernels.ops.moe.gpu import routed_moe
@@ -78,6 +79,7 @@ from weft.kernels.ops.moe.spec import (
     SharedExpert,
     SparseMlpWeight,
 )
+from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.norm import triton_layer as layer_norm
 from weft.kernels.ops.page_digest import triton_digest as page_digest
@@ -389,6 +391,15 @@ def compile_fp8(is_full: bool) -> None:
         # A row's experts that are too large to be loaded at once.
         ids = torch.zeros(1, 16, dtype=torch.int32)
         moe(torch.zeros(1, 1024, dtype=BF16), Routing(ids, torch.zeros(1, 16)), packed)
+    # Rows that are rounded for a block, and by the norm after the experts.
+    shapes = (1536, 1024), (1024, 768)
+    first, second = (fp8_weight(*shape, FP8_GROUP) for shape in shapes)
+    stacked = [Fp8Experts.empty(8, fp8_linear.matrix_of(one)) for one in (first, second)]
+    for rows in (4, 20) if is_full else (4,):
+        x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
+        rounded = empty_rows(rows, 1024, x.device, has_groups=True)
+        after = NormAfter(torch.zeros_like(x), torch.zeros_like(x[0]), 1e-5, rounded)
+        routed_moe(x, logits, 4, stacked[0], stacked[1], after, renormalise=True)
 
 
 def compile_groups(is_full: bool) -> None:
