@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from weft.contract.errors import InvalidRequest, ProfileRunning
@@ -114,6 +116,52 @@ def test_an_engine_outlives_its_profiler(
         profiles.begin("again", steps=3)
         while len(profiles.ends) < 2:
             llm.generate(PROMPTS, stop=StopCriteria(max_tokens=9))
+        assert len(step_names(profiles.parts(profiles.ends[1])[0])) == 3
+
+
+@pytest.mark.parametrize("comes_back", ["within the profile", "after it"])
+def test_a_profiler_that_hangs_blocks_nothing_once_it_is_back(
+    comes_back: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUPTI may."""
+    is_back, make = threading.Event(), profiler.profile
+
+    def hang(*args: Any, **options: Any) -> Any:
+        assert is_back.wait(60)
+        return make(*args, **options)
+
+    folder = make_tiny("llama", tmp_path / "model", seed, tokenizer=True, **SIZES)
+    stop = StopCriteria(max_tokens=9)
+    with LLM(folder, dtype="float32", num_pages=48) as llm:
+        profiles = EngineProfiles(llm.engine, tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(profiler, "profile", hang)
+            patch.setattr(profiler, "PREPARE_LIMIT_S", 0.0)
+            profiles.begin("hung", steps=20)
+            llm.generate(PROMPTS, stop=stop)
+            assert not profiles.ends
+            preparing = llm.engine.parts.local.profiler._preparing
+            assert preparing is not None
+            if comes_back == "within the profile":
+                is_back.set()
+                preparing.join(60)
+            while not profiles.ends:
+                llm.generate(PROMPTS, stop=stop)
+            assert [end.profile for end in profiles.ends] == ["hung"]
+            with pytest.raises(AssertionError, match="not ready within 0 s"):
+                profiles.parts(profiles.ends[0])
+            if comes_back == "after it":
+                profiles.begin("refused", steps=3)
+                llm.generate(PROMPTS, stop=stop)
+                refused = profiles.failures[1]
+                assert refused is not None
+                assert refused.reason == ProfileRunning.reason
+                assert "restart" in refused.message
+        is_back.set()
+        preparing.join(60)
+        profiles.begin("again", steps=3)
+        while len(profiles.ends) < 2:
+            llm.generate(PROMPTS, stop=stop)
         assert len(step_names(profiles.parts(profiles.ends[1])[0])) == 3
 
 

@@ -51,6 +51,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
         ('root ::= "a"{2,3} [b-]* [\\]]', ["aa]", "aaab-]"], ["a]", "aa"]),
         ('root ::= a-b | aB\na-b ::= "1"\naB ::= "2"', ["1", "2"], ["12"]),
         ('root ::= "" | [] "x"', [""], ["x"]),
+        ('root ::= "a" "b"{0} "c"{0,0}', ["a"], ["ab", "ac"]),
         # What a rule could also go on with follows it: lines between, and at the end.
         (ARITHMETIC, ["(a+3)*b = 7\n", "a=1\nb=2 \n\n"], ["a=", "a=1", "a+=1\n"]),
         ('root ::= "(" root ")" | w "b"\nw ::= [a-c]+', ["(ab)", "bbb", "acbb"], ["b", "(a)"]),
@@ -83,6 +84,8 @@ def test_grammars_in_gbnf(grammar: str, right: list[str], wrong: list[str]) -> N
         ("", "no rule `root`"),
         (f"root ::= {'(' * 2000}", "nested too deeply"),
         ("root ::= root", "no text satisfies it"),
+        ('root ::= "a" root', "no text satisfies it that ever ends"),
+        ('root ::= "a" x+\nx ::= "b" (root | x)', "no text satisfies it that ever ends"),
         ('start: "a" b', "at line 1, column 8: unknown name"),
         ("start: /a/\nstart: (", "at line"),
         ("start: T\nT: ~/a/", "`~`"),
@@ -96,6 +99,21 @@ def test_what_is_wrong_is_told(grammar: str, told: str) -> None:
         of(grammar)
     assert told in str(refused.value)
     assert "no_forcing" not in str(refused.value)
+
+
+def test_what_would_never_end_does_not_begin() -> None:
+    matcher = of('root ::= "(" root ")" | "c" x* y? "e" | x "f"\nx ::= "d" y\ny ::= x')
+    assert all(accepts(matcher, text) for text in ("ce", "((ce))"))
+    for begin in (b"d", b"cd", b"(d"):
+        assert matcher.deep_copy().try_consume_tokens([*begin]) == len(begin) - 1
+    for grammar in (
+        'root ::= "(" root ")" | "c" x | "e"\nx ::= "d" x',
+        'root ::= "c" [] | "(" root ")" | "e"',
+        'root ::= "(" (root | "c" x+) ")" | "e"\nx ::= "d" x',
+    ):
+        matcher = of(grammar)
+        assert accepts(matcher, "((e))")
+        assert matcher.deep_copy().try_consume_tokens([*b"(c"]) == 1
 
 
 def test_grammars_in_lark() -> None:

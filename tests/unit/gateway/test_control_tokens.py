@@ -44,7 +44,7 @@ TEMPLATES = {
     "mistral": "<s>{% for m in messages %}[INST] {{ m.content | trim }}[/INST]{% endfor %}"
     "{{ tools | tojson }}",
     "keys as tags": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    "{% for t in tools or [] %}{% for k, v in t.function.items() %}<{{ k }}>{{ v }}"
+    "{% for t in tools or [] %}{% for k, v in t.function.parameters.items() %}<{{ k }}>{{ v }}"
     "</{{ k }}>[{{ k }}]<|{{ k }}|>{% endfor %}{% endfor %}",
     "deletes": "{% for m in messages %}<|im_start|>{{ m.content.replace('</think>', '<_end>')"
     ".replace('/think', '').replace('<_end>', '</think>').replace('-', '') }}<|im_end|>"
@@ -154,7 +154,8 @@ def fragments(rng: random.Random, most: int = 8) -> str:
 def conversation(texts: list[str]) -> ChatPrompt:
     """Texts at all places that a client can fill."""
     first, second, third, key = texts
-    tool = {"function": {key: second, "name": third, "list": [first, {"d": second}]}}
+    schema = {key: second, "list": [first, {"d": second}]}
+    tool = {"function": {"name": third, "description": first, "parameters": schema}}
     call = {"function": {"name": third, "arguments": {key: first}}}
     return ChatPrompt(
         messages=(
@@ -199,6 +200,43 @@ def test_tokens_of_letters_are_text_wherever_they_are_cut(tmp_path: Path) -> Non
                 messages = tuple({"role": "user", "content": one} for one in texts)
                 prompt = ChatPrompt(messages=messages, add_generation_prompt=False)
                 assert [one for one in ids_of(card, prompt) if one in special] == [end], texts
+
+
+@pytest.mark.parametrize("describes", [False, True])
+def test_a_token_that_is_a_word_hides_no_part_of_a_message(tmp_path: Path, describes: bool) -> None:
+    """The template, or the gateway for one that knows no tools, looks up names such as
+    `tool_calls`; what users and tools say is text.
+    """
+    takes_tools = (
+        "{% for m in messages %}{% if m.tool_calls %}</s>{{ m.tool_calls[0].function.name }}"
+        "{% elif m.role == 'tool' %}[INST]{{ m.tool_call_id }} {{ m.content }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{{ tools[0].function.name }}"
+    )
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}" if describes else takes_tools
+    make_card(tmp_path, "byte_level", "chatml")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    words = ["tool", "name", "content"]
+    tokenizer.add_special_tokens(words)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(source)
+    card = load_model_card(tmp_path)
+    call = {"type": "function", "function": {"name": "a tool", "arguments": {"a": "tool"}}}
+    tool = {"type": "function", "function": {"name": "tool", "parameters": {"name": "tool"}}}
+    messages: tuple[dict[str, Any], ...] = (
+        {"role": "user", "content": "name a tool"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "tool-1", "content": "its content"},
+    )
+    prompt = ChatPrompt(messages=messages, tools=(tool,), add_generation_prompt=False)
+    plain, ids = _render(card, prompt).plain, ids_of(card, prompt)
+    if describes:
+        assert '{"name": "a tool", "arguments": {"a": "tool"}}' in plain
+        assert "its content" in plain
+    else:
+        assert plain == "name a tool</s>a tool[INST]tool-1 its contenttool"
+        special = {card.vocabulary.added_ids[one] for one in (*SPECIAL, *words)}
+        wanted = [card.vocabulary.added_ids[one] for one in ("</s>", "[INST]")]
+        assert [one for one in ids if one in special] == wanted
 
 
 def test_names_within_a_templates_own_tokens_are_no_words_of_it(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,7 +30,7 @@ from weft.engine.executor.step_input import StepInput
 logger = logging.getLogger(__name__)
 
 PREPARE_LIMIT_S = 20.0
-"""Longest time for which `StepProfiler.start` waits for a preparation that has not ended."""
+"""Longest time that a preparation may take; later it counts as hung."""
 
 
 class StepProfiler:
@@ -40,6 +41,7 @@ class StepProfiler:
         self._rank = rank
         self._profile: profile | None = None
         self._preparing: threading.Thread | None = None
+        self._ready_by = 0.0
         self._problem = ""
         self._num_steps = 0
         self.is_recording = False
@@ -47,21 +49,37 @@ class StepProfiler:
     @property
     def is_ready(self) -> bool:
         """Whether `start` would not wait."""
-        return self._preparing is None or not self._preparing.is_alive()
+        return not self._is_preparing or self.is_hung
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a preparation has not ended in time, nor since. No other can begin."""
+        return self._is_preparing and time.monotonic() >= self._ready_by
+
+    @property
+    def _is_preparing(self) -> bool:
+        return self._preparing is not None and self._preparing.is_alive()
 
     def prepare(self, *, host: bool, device: bool) -> None:
         self._problem, self._num_steps = "", 0
+        if self._is_preparing:
+            return
+        late, self._profile = self._profile, None
+        self._ready_by = time.monotonic() + PREPARE_LIMIT_S
         self._preparing = threading.Thread(
-            target=self._guarded, args=(lambda: self._prepare(host, device),), daemon=True
+            target=self._guarded, args=(lambda: self._prepare(host, device, late),), daemon=True
         )
         self._preparing.start()
 
     def start(self) -> None:
         if self._preparing is not None:
-            self._preparing.join(PREPARE_LIMIT_S)
-        if not self.is_ready:
-            self._problem = f"the profiler was not ready within {PREPARE_LIMIT_S:.0f} s"
-        elif self._profile is not None:
+            self._preparing.join(max(0.0, self._ready_by - time.monotonic()))
+        if self._is_preparing:
+            self._problem = (
+                f"the profiler was not ready within {PREPARE_LIMIT_S:.0f} s; restart the worker if "
+                "that lasts"
+            )
+        elif self._profile is not None and not self._problem:
             self._guarded(self._profile._start_trace)
             self.is_recording = not self._problem
 
@@ -81,15 +99,20 @@ class StepProfiler:
         if not self.is_recording:
             # What was prepared must be started and stopped, or the next one could not be prepared.
             self.start()
-        recorded, self._profile = self._profile, None
-        if self.is_recording and recorded is not None:
-            self.is_recording = False
-            self._guarded(lambda: recorded.__exit__(None, None, None))  # type: ignore[no-untyped-call]
+        recorded = None
+        if self.is_recording and self._profile is not None:
+            recorded, self._profile, self.is_recording = self._profile, None, False
+            self._guarded(lambda: _end(recorded))
         path = Path(folder) / f"rank-{self._rank}.json"
         threading.Thread(target=_write, args=(recorded, path, self._problem), daemon=True).start()
 
-    def _prepare(self, host: bool, device: bool) -> None:
+    def _prepare(self, host: bool, device: bool, late: profile | None) -> None:
+        """`late` was prepared for an earlier profile, after that had ended."""
         use_device(self._device)
+        if late is not None:
+            with contextlib.suppress(Exception):
+                late._start_trace()  # type: ignore[no-untyped-call]
+                _end(late)
         on_gpu = device and self._device.type == "cuda"
         can_record = ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
         if on_gpu and not can_record:
@@ -107,6 +130,10 @@ class StepProfiler:
         except Exception as error:
             logger.exception("profiling failed")
             self._problem = self._problem or f"{type(error).__name__}: {error}"
+
+
+def _end(recorded: profile) -> None:
+    recorded.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _write(recorded: profile | None, path: Path, problem: str) -> None:

@@ -87,6 +87,9 @@ class StepProfiles:
         if self._open is not None:
             message = f"profile {self._open.name} runs; wait for its end, or stop it"
             raise ProfileRunning(message, stage="profile")
+        if self._profiler.is_hung:
+            message = "the profiler still starts for an earlier profile; restart the worker"
+            raise ProfileRunning(message, stage="profile")
         first = max(self._num_begun + 1 + options.after_steps, options.from_step)
         ends_at_s = self._clock() + options.limit_s
         self._open = _OpenProfile(command.profile, command.folder, options, first, ends_at_s)

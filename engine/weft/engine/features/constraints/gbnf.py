@@ -57,6 +57,8 @@ class _Repeated(NamedTuple):
 
 
 _Node = _Text | _Reference | _Sequence | _Choice | _Repeated
+# What matches nothing is not empty either.
+_NEVER = _Text(NOTHING, ((0, 0),))
 
 
 class _Sets(NamedTuple):
@@ -87,6 +89,12 @@ def convert_gbnf(text: str, part: str = "") -> str:
 
 class _Writer:
     def __init__(self, rules: dict[str, _Node], part: str = "") -> None:
+        self._num_steps = 0
+        ending = self._ending(rules)
+        if "root" not in ending:
+            raise ValueError("no text satisfies it that ever ends")
+        pruned = {name: _pruned(node, ending) for name, node in rules.items()}
+        rules = {name: node for name, node in pruned.items() if node is not None}
         self._rules = rules
         self._part = part
         self._numbers = {name: number for number, name in enumerate(rules)}
@@ -94,7 +102,6 @@ class _Writer:
         """Rules without recursion, in themselves or in the rules that they name."""
         firsts = [edge for node in rules.values() for edge in _edges(node)]
         self._edges = sorted({0, *(low for low, _ in firsts), *(high + 1 for _, high in firsts)})
-        self._num_steps = 0
         self._sets = dict.fromkeys(rules, _Sets(0, False, 0))
         before: dict[str, _Sets] = {}
         while before != self._sets:
@@ -141,6 +148,28 @@ class _Writer:
         self._num_steps += num_steps
         if self._num_steps > MAX_STEPS:
             raise ValueError("is too complex: its rules name one another in too many ways")
+
+    def _ending(self, rules: dict[str, _Node]) -> set[str]:
+        """Names of the rules that have a text. The others go on for ever."""
+        found: set[str] = set()
+        num_before = -1
+        while num_before < len(found):
+            num_before = len(found)
+            for name, node in reversed(rules.items()):
+                if name not in found and self._ends(node, found):
+                    found.add(name)
+        return found
+
+    def _ends(self, node: _Node, ending: set[str]) -> bool:
+        self._count(1)
+        if isinstance(node, _Text):
+            return node.regex != NOTHING
+        if isinstance(node, _Reference):
+            return node.name in ending
+        if isinstance(node, _Repeated):
+            return node.is_optional or self._ends(node.part, ending)
+        parts = (self._ends(part, ending) for part in node.parts)
+        return any(parts) if isinstance(node, _Choice) else all(parts)
 
     def _of(self, node: _Node) -> _Sets:
         self._count(1)
@@ -220,6 +249,29 @@ def _references(node: _Node) -> set[str]:
         return _references(node.part)
     parts = () if isinstance(node, _Text) else node.parts
     return {name for part in parts for name in _references(part)}
+
+
+def _pruned(node: _Node, ending: set[str]) -> _Node | None:
+    """The node without what leads to no text; None: all of it. Otherwise a model could begin what
+    it cannot end.
+
+    Args:
+        ending: Names of the rules that have a text.
+    """
+    if isinstance(node, _Text):
+        return None if node.regex == NOTHING else node
+    if isinstance(node, _Reference):
+        return node if node.name in ending else None
+    if isinstance(node, _Repeated):
+        part = _pruned(node.part, ending)
+        if part is not None:
+            return node._replace(part=part)
+        return _Sequence(()) if node.is_optional else None
+    parts = [_pruned(part, ending) for part in node.parts]
+    kept = tuple(part for part in parts if part is not None)
+    if isinstance(node, _Choice):
+        return _Choice(kept) if kept else None
+    return _Sequence(kept) if len(kept) == len(parts) else None
 
 
 def _terminals(rules: dict[str, _Node]) -> set[str]:
@@ -309,6 +361,8 @@ class _Reader:
         if found[1] is None:
             return _Repeated(part, found[0], found[0] in "*?", found[0] in "*+")
         most = found[3] if found[2] else found[1]
+        if most is not None and int(most) == int(found[1]) == 0:
+            return _Sequence(())
         times = "{" + found[1] + (f",{found[3] or ''}" if found[2] else "") + "}"
         return _Repeated(part, times, int(found[1]) == 0, most is None or int(most) > 1)
 
@@ -335,9 +389,10 @@ class _Reader:
             members.append((first, last))
         if is_negated:
             members = _others(members)
+        if not members:
+            return _NEVER
         spelled = "".join(f"{spell(low)}-{spell(high)}" for low, high in members)
-        # A class without members matches nothing, and so is not empty either.
-        return _Text(f"[{spelled}]" if members else NOTHING, tuple(members) or ((0, 0),))
+        return _Text(f"[{spelled}]", tuple(members))
 
     def _character(self, end: str) -> int | None:
         """The next character's code; None at the end."""

@@ -38,6 +38,10 @@ _MAX_TEMPLATE_CHARS = 3
 conversation, as in `'<|' + name + '|>'`.
 """
 _ASSISTANT_TEXTS = ("content", "reasoning", "reasoning_content")
+_OWN_NAMES_OF_MESSAGES, _OWN_NAMES_OF_TOOLS = 3, 2
+"""Levels of objects whose names no client chooses: a message, a call in it, and its function; a
+tool and its function. Templates and the gateway look these names up.
+"""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles from which templates make tokens, as in `'<|' + role + '|>'`."""
 _ANSWER_MARKS = frozenset(
@@ -116,12 +120,12 @@ class ControlTokens:
                 param="messages",
             )
         messages = tuple(self._message(message, mark) for message in prompt.messages)
-        tools = tuple(self._given.value(tool, mark) for tool in prompt.tools)
+        tools = tuple(self._given.value(tool, mark, _OWN_NAMES_OF_TOOLS) for tool in prompt.tools)
         variables = self._given.value(prompt.template_variables, mark)
         return replace(prompt, messages=messages, tools=tools, template_variables=variables), mark
 
     def _message(self, message: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
-        guarded = self._given.value(message, mark)
+        guarded = self._given.value(message, mark, _OWN_NAMES_OF_MESSAGES)
         if message["role"] in _ROLES:
             guarded["role"] = message["role"]
         guard = self._given
@@ -222,13 +226,17 @@ class _Guard:
         for rest in self._rests:
             self._lengths.setdefault(rest[:2], set()).add(len(rest))
 
-    def value(self, value: Any, mark: str) -> Any:
+    def value(self, value: Any, mark: str, own_names: int = 0) -> Any:
+        """`own_names`: levels of objects whose names are the gateway's own, and get no mark."""
         if isinstance(value, str):
             return self._text(value, mark)
         if isinstance(value, Mapping):
-            return {self.value(key, mark): self.value(one, mark) for key, one in value.items()}
+            inner = {name: self.value(one, mark, own_names - 1) for name, one in value.items()}
+            if own_names > 0:
+                return inner
+            return {self.value(name, mark): one for name, one in inner.items()}
         if isinstance(value, list | tuple):
-            return [self.value(one, mark) for one in value]
+            return [self.value(one, mark, own_names) for one in value]
         return value
 
     def _text(self, text: str, mark: str) -> str:
