@@ -1,19 +1,21 @@
 """Weights in place on a GPU: pauses, updates from another process, sleep and waking.
 
-    python bench/gpu_refit.py [--shape llama-3.1-8b] [--what pause lent group sleep]
-    python bench/gpu_refit.py --shape qwen3-30b-a3b --layers 12 --what lent
+    python bench/gpu_refit.py [--shape llama-3.1-8b] [--what pause files lent group sleep]
+    python bench/gpu_refit.py --shape qwen3-30b-a3b --unreserved --what files lent
     python bench/gpu_refit.py --device cpu --shape smollm2-135m --what lent sleep
 
 The model has made-up weights of a known shape. An engine in this process is updated by a child
-process that holds other weights: by handles of its memory on the same card (`lent`), or over NCCL
-from the second card, if there is one (`group`). Times are from the pause to the end of the
-resumption, with everything received, packed and digested. `sleep` is level 1 of weights and pages,
+process that holds other weights: by handles of its memory on the same card (`lent`; `files`: with
+one allocation for the tensors of each file), or over NCCL from the second card, if there is one
+(`group`). Times are from the pause to the end of the resumption, with everything received, packed
+and digested. `sleep` is level 1 of weights and pages,
 with the host's memory reserved at the start (`--sleep-host-bytes`), each time after an update.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -32,7 +34,6 @@ import torch
 from harness import Harness, Run, spread, timed
 from model_shapes import MODELS
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from weft.contract.messages import Inbox
@@ -43,6 +44,7 @@ from weft.contract.weights import SentTensor, TensorHandle, WeightCommand, Weigh
 from weft.engine.base.content_digest import content_digest
 from weft.engine.executor.shared_tensors import opened
 from weft.engine.loop.llm import LLM
+from weft.engine.model.weights.announced import decode_tensors, encode_tensors
 from weft.testing.models.lenders import lent_by_gpu, lent_by_host
 from weft.testing.models.senders import free_port
 
@@ -74,8 +76,8 @@ def layer_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def write_model(folder: Path, config: dict[str, Any], device: str) -> int:
-    """A checkpoint in files of one layer each. Returns its bytes."""
+def write_model(folder: Path, config: dict[str, Any]) -> int:
+    """A checkpoint of zeros in files of one layer each, which take no memory. Returns its bytes."""
     hidden, layer = config["hidden_size"], layer_sizes(config)
     parts = [{"model.embed_tokens.weight": (config["vocab_size"], hidden)}]
     parts += [
@@ -87,30 +89,52 @@ def write_model(folder: Path, config: dict[str, Any], device: str) -> int:
         parts.append({"lm_head.weight": (config["vocab_size"], hidden)})
     weight_map, total = dict[str, str](), 0
     for number, part in enumerate(parts):
-        made = {
-            name: (torch.randn(size, device=device) * 0.02).bfloat16()
-            for name, size in part.items()
-        }
+        header, at = dict[str, Any](), 0
+        for name, size in part.items():
+            end = at + math.prod(size) * torch.bfloat16.itemsize
+            header[name] = {"dtype": "BF16", "shape": size, "data_offsets": (at, end)}
+            at = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
         file = f"model-{number:05}.safetensors"
-        save_file({name: one.cpu() for name, one in made.items()}, folder / file)
-        weight_map |= dict.fromkeys(made, file)
-        total += sum(one.nbytes for one in made.values())
+        with (folder / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + at)
+        weight_map |= dict.fromkeys(part, file)
+        total += at
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
     return total
 
 
-def train(form: str, folder: Path, port: int) -> None:
-    """The child: weights of the shapes in a folder, lent or broadcast as its input asks."""
-    device = torch.device({"gpu": "cuda:0", "nccl": "cuda:1", "host": "cpu"}[form])
-    tensors = dict[str, torch.Tensor]()
+def made(folder: Path, device: torch.device, *, is_by_file: bool) -> dict[str, torch.Tensor]:
+    """Random weights of the shapes in a folder.
+
+    Args:
+        is_by_file: Whether those of each file share one tensor's memory.
+    """
+    found = dict[str, torch.Tensor]()
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                size = file.get_slice(name).get_shape()
-                tensors[name] = (torch.randn(size, device=device) * 0.02).bfloat16()
-    if form == "gpu":
+            sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        counts = [math.prod(size) for size in sizes.values()]
+        groups = [sum(counts)] if is_by_file else counts
+        numbers = [
+            torch.empty(one, dtype=torch.bfloat16, device=device).normal_(0, 0.02) for one in groups
+        ]
+        flat = torch.split(numbers[0], counts) if is_by_file else numbers
+        found |= {
+            name: one.view(size) for (name, size), one in zip(sizes.items(), flat, strict=True)
+        }
+    return found
+
+
+def train(form: str, folder: Path, port: int) -> None:
+    """The child: weights of the shapes in a folder, lent or broadcast as its input asks."""
+    device = torch.device({"host": "cpu", "nccl": "cuda:1"}.get(form, "cuda:0"))
+    tensors = made(folder, device, is_by_file=form == "files")
+    if form in ("gpu", "files"):
         _tell([asdict(one) for one in lent_by_gpu(tensors)])
         sys.stdin.readline()
         return
@@ -215,8 +239,9 @@ def update(llm: LLM, send: Any, tensors: Sequence[SentTensor], **options: Any) -
 
 def open_all(device: torch.device, tensors: Sequence[SentTensor]) -> None:
     """What an update does beside its copies."""
-    with opened(device, tensors) as shared:
-        for one in shared._opening.values():
+    announced, lent = decode_tensors(encode_tensors(tensors))
+    with opened(device, announced.names, lent) as shared:
+        for one in shared._opening:
             one.result()
 
 
@@ -258,7 +283,7 @@ def weights(run: Run) -> None:
     config = MODELS[options.shape] | (
         {"num_hidden_layers": options.layers} if options.layers else {}
     )
-    size = write_model(folder, config, options.device)
+    size = write_model(folder, config)
     print(f"written after {time.perf_counter() - began:.0f} s", flush=True)
     llm = run.stack.enter_context(LLM(folder, **settings_of(run, size)))
     print(f"loaded after {time.perf_counter() - began:.0f} s", flush=True)
@@ -268,18 +293,12 @@ def weights(run: Run) -> None:
         allowed = 2 * statistics.median(steps) * 1e3 + 5
         run.row(what="pause and resume", ms=spread(found, 1e3), allowed_ms=allowed)
     on_gpu = options.device != "cpu"
+    if "files" in options.what and on_gpu:
+        with trainer("files", folder) as (_, tensors):
+            lent(run, llm, tensors, "one allocation for each layer")
     with trainer("gpu" if on_gpu else "host", folder) as (_, tensors):
-        names = {told(llm)}
         if "lent" in options.what:
-            times = [timed(partial(update, llm, None, tensors)) for _ in range(options.repeats)]
-            names.add(told(llm))
-            assert len(names) == 2, "an update has the same name each time"
-            first, *others = times
-            run.row(what="lent on one card", ms=spread(others or times, 1e3), first_ms=first * 1e3)
-            if on_gpu:
-                device = torch.device(options.device)
-                alone = [timed(partial(open_all, device, tensors)) for _ in range(options.repeats)]
-                run.row(what="to open and close what is lent", ms=spread(alone, 1e3))
+            lent(run, llm, tensors, "each tensor by itself")
         if "sleep" in options.what:
             falling, waking = list[float](), list[float]()
             for turn in range(options.repeats):
@@ -296,6 +315,21 @@ def weights(run: Run) -> None:
                 run.row(what=f"{what}, {note}", ms=ms, first_ms=first * 1e3)
     if "group" in options.what and on_gpu and torch.cuda.device_count() > 1:
         over_nccl(run, llm, folder)
+
+
+def lent(run: Run, llm: LLM, tensors: Sequence[SentTensor], how: str) -> None:
+    names, options = {told(llm)}, run.options
+    times = [timed(partial(update, llm, None, tensors)) for _ in range(options.repeats)]
+    names.add(told(llm))
+    assert len(names) == 2, "an update has the same name each time"
+    first, *others = times
+    pieces = len({one.handle or one.shm for tensor in tensors for one in tensor.handles})
+    ms = spread(others or times, 1e3)
+    run.row(what=f"lent, {how}", pieces=pieces, ms=ms, first_ms=first * 1e3)
+    if options.device != "cpu":
+        device = torch.device(options.device)
+        alone = [timed(partial(open_all, device, tensors)) for _ in range(options.repeats)]
+        run.row(what="to open and close what is lent", pieces=pieces, ms=spread(alone, 1e3))
 
 
 def over_nccl(run: Run, llm: LLM, folder: Path) -> None:

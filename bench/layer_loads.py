@@ -165,7 +165,6 @@ harness.flag("--tier", choices=("host", "disk", "store"), default="host", help="
 harness.flag("--known", type=int, default=2000, help="tokens kept there")
 harness.flag("--new", type=int, default=400, help="tokens after them")
 harness.flag("--memory-bytes", type=int, default=8 << 30, help="of the pool and of host memory")
-harness.flag("--no-graphs", action="store_true", help="launch steps operation by operation")
 harness.flag("--copiers", type=int, nargs="+", default=[], help="programs that copy layers")
 
 
@@ -184,7 +183,6 @@ def layer_loads(run: Run) -> None:
     num_tokens = options.known + options.new + NUM_NEW
     if options.device != "cpu":
         settings |= {"max_step_tokens": 8192, "prefill_chunk_tokens": 8192}
-        settings |= {"cuda_graphs": not options.no_graphs}
         settings |= {"max_running_requests": 4, "max_context_tokens": num_tokens + 64}
     config = EngineConfig(
         **settings,

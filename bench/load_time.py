@@ -8,12 +8,12 @@ they are in the page cache, and takes in turns, each in a process of its own: We
 first start (which computes the files' digests), as a later one and with nothing in the page cache,
 from a peer (another process that has the model, whose packed weights the GPU copies, or NIXL),
 safetensors, and fastsafetensors where it is installed. With `--source cuda:1` the peer's weights
-come from another GPU. Seconds of a loader's phases are printed first. All keep what they load;
-Weft's time includes the packing of products for the device, but not what every worker does before:
-starting the driver, and naming Triton's compiler. Once it takes what the machine can do: reads by
-one thread and by eight, also from disk, writes of new files, copies from pinned memory to the
-device, and on a CPU the first write of as much new memory. `pull` fetches the files from a hub on
-loopback to a new cache beside them, as `weft model pull` does.
+come from another GPU; without it one GPU has both. Seconds of a loader's phases are printed first.
+All keep what they load; Weft's time includes the packing of products for the device, but not what
+every worker does before: starting the driver, and naming Triton's compiler. Once it takes what the
+machine can do: reads by one thread and by eight, also from disk, writes of new files, copies from
+pinned memory to the device, and on a CPU the first write of as much new memory. `pull` fetches the
+files from a hub on loopback to a new cache beside them, as `weft model pull` does.
 
     python bench/load_time.py --only steps --device cuda:0 --source cuda:1
 
@@ -368,6 +368,8 @@ def time_one(way: str, folder: Path, device: str) -> float:
     if is_cuda:
         from weft.kernels.shared.kernel_cache import begin_naming
 
+        if ":" in device:
+            torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # Starts the driver.
         begin_naming().join()
     elif native_cpu() is None:  # Compiled at the first call.

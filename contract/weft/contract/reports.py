@@ -15,6 +15,7 @@ from weft.contract.wire import wire
 
 QUIET_REPORT_S = 0.5
 """Seconds between the reports of an engine in which nothing happens."""
+_MAX_PROBLEM_BYTES = 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +69,8 @@ class WeightsInUse:
     state: str
     pause: str
     num_updates: int
+    problem: str = field(default="", metadata=wire(cut_bytes=_MAX_PROBLEM_BYTES))
+    """Why there is no version, while the state is failed."""
 
 
 @dataclass(slots=True, kw_only=True)

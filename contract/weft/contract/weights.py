@@ -56,6 +56,7 @@ GROUP_WAIT_S = 300.0
 """Longest wait for a group to form, and for each broadcast in it."""
 NCCL_ID_BYTES = 128
 CUDA_HANDLE_BYTES = 64
+MAX_OFFSET = 1 << 62
 MODEL_DIGEST_BYTES = PACKED_DIGEST_BYTES = 32
 MAX_PACKED_TENSORS = 1_000_000
 MAX_RANKS = 1024
@@ -124,10 +125,10 @@ class TensorHandle:
     def __post_init__(self) -> None:
         is_of_gpu = bool(self.gpu) and len(self.handle) == CUDA_HANDLE_BYTES and not self.shm
         is_of_host = bool(self.shm) and not self.gpu and not self.handle
-        if not (is_of_gpu or is_of_host) or self.offset < 0:
+        if not (is_of_gpu or is_of_host) or not 0 <= self.offset < MAX_OFFSET:
             raise InvalidRequest(
                 f"handles: give `gpu` and a `handle` of {CUDA_HANDLE_BYTES} bytes, or `shm`; and "
-                "an offset from 0",
+                "an offset from 0, below 2**62",
                 stage="validate",
                 param="handles",
             )

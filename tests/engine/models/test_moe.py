@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from weft.checkpoint.config import ModelConfig, MoEConfig
 from weft.contract.errors import ModelError
 from weft.engine.model.loader import load_model
+from weft.testing.draws import draw_until
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import Choices, asks_surely
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -122,11 +123,12 @@ def greedy(reference: Any, length: int, count: int) -> tuple[list[int], list[int
     """A random prompt and its greedy continuation, drawn anew until rounding cannot change which
     experts they ask.
     """
-    while True:
+
+    def draw() -> tuple[list[int], list[int]]:
         prompt = [random.randrange(3, VOCAB) for _ in range(length)]
-        tokens = Choices(lambda ids: reference(torch.tensor([ids])).logits[0], prompt, count)
-        if asks_surely(reference, prompt + tokens):
-            return prompt, tokens
+        return prompt, Choices(lambda ids: reference(torch.tensor([ids])).logits[0], prompt, count)
+
+    return draw_until(draw, lambda drawn: asks_surely(reference, [*drawn[0], *drawn[1]]))
 
 
 def test_tokens_are_transformers_with_prefill_apart_and_together(model_dir: Path) -> None:

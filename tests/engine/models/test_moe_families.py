@@ -11,6 +11,7 @@ import torch
 from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.testing.draws import draw_until
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import Choices, asks_surely
 from weft.testing.models.every_family import assert_logits
@@ -60,11 +61,12 @@ def prompt_of(reference: Any, length: int) -> tuple[list[int], list[int]]:
     """A random prompt and its greedy continuation, drawn anew until rounding cannot change which
     experts they ask.
     """
-    while True:
+
+    def draw() -> tuple[list[int], list[int]]:
         prompt = [random.randrange(3, VOCAB) for _ in range(length)]
-        tokens = greedy(reference, prompt)
-        if asks_surely(reference, prompt + tokens):
-            return prompt, tokens
+        return prompt, greedy(reference, prompt)
+
+    return draw_until(draw, lambda drawn: asks_surely(reference, [*drawn[0], *drawn[1]]))
 
 
 def greedy(reference: Any, prompt: list[int]) -> list[int]:

@@ -24,13 +24,20 @@ from weft.engine.model.weights.sent import KnownTensor, SentTensors
 from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.models.families import FAMILIES, make_family
-from weft.testing.models.senders import described, tensors_of
+from weft.testing.models.senders import announced, tensors_of
 from weft.testing.models.tiny_models import make_tiny
 
 
 def put_all(sent: SentTensors, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
     for one in names:
         sent.put({one: tensors[one]})
+
+
+def put_and_complete(
+    sent: SentTensors, tensors: Mapping[str, torch.Tensor], names: Sequence[str]
+) -> None:
+    put_all(sent, tensors, names)
+    sent.complete()
 
 
 IN_EVERY_RUN = ("gemma2",)
@@ -51,8 +58,8 @@ def test_sent_in_any_order_a_model_is_a_fresh_load(name: str, tmp_path: Path) ->
     for _ in range(2):
         random.shuffle(names)
         sent = model.refit.expect()
-        sent.check(described({name: tensors[name] for name in names}))
-        sender = threading.Thread(target=put_all, args=(sent, tensors, list(names)))
+        sent.check(announced({name: tensors[name] for name in names}))
+        sender = threading.Thread(target=put_and_complete, args=(sent, tensors, list(names)))
         sender.start()
         digests.add(model.refit.from_sent(sent))
         sender.join()
@@ -90,6 +97,7 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     tensors[last].view(-1)[-1] = float("nan")
     sent = model.refit.expect()
     sent.put(tensors)
+    sent.complete()
     with pytest.raises(ModelError, match=f"{last} has a number that is not finite"):
         model.refit.from_sent(sent)
 
@@ -115,6 +123,7 @@ def test_a_gpu_is_asked_for_answers_once_for_all_tensors(
                 tensors[last].view(-1)[-1] = random.choice([math.inf, -math.inf, math.nan])
             sent = model.refit.expect()
             sent.put({name: tensors[name] for name in names})
+            sent.complete()
             asked.clear()
             if is_finite:
                 model.refit.from_sent(sent)
@@ -179,3 +188,103 @@ def test_what_is_read_once_more_than_it_was_ends_the_update() -> None:
     # What came before the end can be read after it.
     sent.read_into(TensorSlice("b", (2, 3)), out := torch.empty(2, 3))
     assert torch.equal(out, numbers)
+
+
+def test_parts_of_tensors_are_read_together_with_whole_ones() -> None:
+    whole = torch.randn(6, 8)
+    wanted: list[tuple[int | slice, ...]] = [
+        (),
+        (slice(0, 6), slice(0, 8)),
+        (slice(2, 5),),
+        (slice(0, 6), slice(1, 4)),
+        (3,),
+        (3, 5),
+    ]
+    random.shuffle(wanted)
+    sent = SentTensors({"a": KnownTensor((6, 8), torch.float32, len(wanted), True)})
+    put_all(sent, {"a": whole.clone()}, ["a"])
+    parts = [TensorSlice("a", (6, 8), slices) for slices in wanted]
+    outs = [torch.empty(math.prod(part.size)) for part in parts]
+    sent.read_each(parts, outs)
+    for part, out in zip(parts, outs, strict=True):
+        assert torch.equal(out.view(part.size), whole[part.slices])
+
+
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_a_slow_reader_has_few_tensors_kept_for_it(
+    is_in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order all tensors come; in the order of reading few of them are there at once."""
+    most = random.randrange(0, 400)
+    monkeypatch.setattr("weft.engine.model.weights.sent.MAX_AHEAD_BYTES", most)
+    tensors = {f"t{at}": torch.randn(random.randrange(1, 50)) for at in range(60)}
+    known = {
+        name: KnownTensor(tuple(one.shape), one.dtype, 1, True) for name, one in tensors.items()
+    }
+    sent, order, begun = SentTensors(known), [*tensors], threading.Event()
+    if not is_in_order:
+        random.shuffle(order)
+    given, kept = 0, list[int]()
+
+    def put() -> None:
+        nonlocal given
+        for name in order:
+            given += tensors[name].nbytes
+            begun.set()
+            sent.put({name: tensors[name].clone()})
+
+    putting = threading.Thread(target=put, daemon=True)
+    putting.start()
+    assert begun.wait(60)
+    taken = 0
+    for name, tensor in tensors.items():
+        kept.append(given - taken)
+        sent.read_into(TensorSlice(name, tuple(tensor.shape)), out := torch.empty(tensor.shape))
+        taken += tensor.nbytes
+        assert torch.equal(out, tensor)
+    putting.join(60)
+    assert not putting.is_alive()
+    if is_in_order:
+        # One more may be under way, and one may come while another is taken.
+        assert max(kept) <= most + 3 * max(one.nbytes for one in tensors.values())
+
+
+def test_tensors_that_nobody_reads_any_more_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.engine.model.weights.sent.MAX_AHEAD_BYTES", 0)
+    known = {name: KnownTensor((4,), torch.float32, 1, True) for name in "ab"}
+    sent = SentTensors(known)
+    putting = threading.Thread(
+        target=lambda: put_all(sent, {name: torch.randn(4) for name in known}, [*known]),
+        daemon=True,
+    )
+    putting.start()
+    sent.complete()
+    putting.join(60)
+    assert not putting.is_alive()
+
+
+def test_the_digest_of_an_update_waits_for_what_is_not_read() -> None:
+    reads = {"a": 1, "b": 0}
+    known = {name: KnownTensor((4,), torch.float32, reads[name], True) for name in reads}
+    tensors, digests = {name: torch.randn(4) for name in known}, set[bytes]()
+    for names in (["a", "b"], ["b", "a"]):
+        sent, reading = SentTensors(known), threading.Event()
+
+        def read(sent: SentTensors = sent, reading: threading.Event = reading) -> None:
+            sent.read_into(TensorSlice("a", (4,)), torch.empty(4))
+            reading.set()
+            sent.await_end()
+            digests.add(sent.digest())
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        for name in names:
+            sent.put({name: tensors[name]})
+            if name == "a":
+                assert reading.wait(60)
+        sent.complete()
+        reader.join(60)
+        assert not reader.is_alive()
+    assert len(digests) == 1

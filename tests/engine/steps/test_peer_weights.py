@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -239,23 +240,40 @@ def test_digests_of_a_gpu_begin_when_the_bytes_have_come(monkeypatch: pytest.Mon
         begun.append(data)
         return block_digests(data)
 
-    def read(_: Any, pairs: Any, *, stall_s: float, report: Callable[[int], None]) -> None:
-        assert pairs == list(zip(spans, theirs, strict=True))
-        done = 0
-        for number, (to, source) in enumerate(zip(own, far, strict=True)):
-            to.copy_(source)
-            done += len(source)
-            if number % 2:
-                report(done)
-                assert len(begun) == number + 1
+    is_loaded, is_closed = threading.Event(), threading.Event()
 
+    class Memory(peer_weights.ForeignRanges):
+        def __init__(self, allocations: list[GpuAllocation], device_id: int) -> None:
+            assert (allocations, device_id) == ([allocation], 0)
+
+        def read(self, pairs: Any, *, stall_s: float, report: Callable[[int], None]) -> None:
+            assert pairs == list(zip(spans, theirs, strict=True))
+            is_loaded.set()  # Bytes are on their way before the first digest can be computed.
+            done = 0
+            for number, (to, source) in enumerate(zip(own, far, strict=True)):
+                to.copy_(source)
+                done += len(source)
+                if number % 2:
+                    report(done)
+                    assert len(begun) == number + 1
+
+        def close(self) -> None:
+            is_closed.set()
+
+    used = list[torch.device]()
+    monkeypatch.setattr(peer_weights, "use_device", used.append)
     monkeypatch.setattr(peer_weights, "_block_digests", begin)
-    monkeypatch.setattr(peer_weights, "read_ranges", read)
+    monkeypatch.setattr(peer_weights, "_load_digests", lambda device: is_loaded.wait(60))
+    monkeypatch.setattr(peer_weights, "ForeignRanges", Memory)
     monkeypatch.setattr(peer_weights, "host_name", lambda: "here")
     allocation = GpuAllocation(address=1, device_id=0, handle=bytes(64))
     source = peer_weights.PeerWeights(_offer([], host="here", allocations=[allocation]), 0)
-    lanes, digests = source._read(wanted, torch.device("cuda"))
-    assert lanes == "CUDA IPC"
+    device = torch.device("cuda:0")
+    with source.reached(device):
+        lanes, digests = source._read(wanted, device)
+        assert not is_closed.is_set()
+    assert is_closed.wait(60)
+    assert (lanes, used) == ("CUDA IPC", [device])
     right = peer_weights._Digests().of(far, theirs)
     assert digests.of(own, spans) == right
     assert len(begun) == 2 * len(far)
@@ -330,4 +348,9 @@ def test_an_update_from_a_peer_is_as_one_from_files(size: int, tmp_path: Path, s
         with pytest.raises(WeftError):
             llm.copy_weights(offer)
         llm.refit(first)
+        assert texts(llm) == before
+        # From one that is gone nothing is written.
+        with pytest.raises(WeftError):
+            llm.copy_weights(offer)
+        assert llm.weights.state == "ready"
         assert texts(llm) == before

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from weft.contract.errors import ModelError, Paused, WeightsIncomplete
+from weft.contract.messages import Inbox
 from weft.contract.request import StopCriteria
-from weft.contract.weights import WeightCommand
+from weft.contract.weights import WeightCommand, WeightReply
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.reports import load_report
+from weft.engine.model.refit import Refit
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.weight_commands import Commands
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft
@@ -257,23 +262,27 @@ def test_a_folder_that_does_not_fit_leaves_the_old_weights(tmp_path: Path, seed:
             assert texts(llm) == right
 
 
+def broken_copy(folder: Path, into: Path, name: str = "") -> tuple[Path, str]:
+    """A copy with NaN in a tensor, by default the last one, and its name. It is found only when it
+    is read.
+    """
+    weights = shutil.copytree(folder, into) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    head = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + head])
+    header.pop("__metadata__", None)
+    name = name or max(header, key=lambda one: header[one]["data_offsets"][1])
+    at = 8 + head + header[name]["data_offsets"][0]
+    data[at : at + 4] = b"\xff" * 4
+    weights.write_bytes(data)
+    return into, name
+
+
 @pytest.mark.full_after(1)
 @pytest.mark.parametrize("size", [2, 1])
 def test_a_half_written_version_is_never_served(size: int, tmp_path: Path, seed: int) -> None:
     first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
-    broken = shutil.copytree(second, tmp_path / "broken")
-    weights = broken / "model.safetensors"
-    head = int.from_bytes(weights.read_bytes()[:8], "little")
-    header = json.loads(weights.read_bytes()[8 : 8 + head])
-    # NaN in the last tensor, which is found only when it is read.
-    name, last = max(
-        ((name, one) for name, one in header.items() if name != "__metadata__"),
-        key=lambda pair: pair[1]["data_offsets"][1],
-    )
-    data = bytearray(weights.read_bytes())
-    at = 8 + head + last["data_offsets"][0]
-    data[at : at + 4] = b"\xff" * 4
-    weights.write_bytes(data)
+    broken, name = broken_copy(second, tmp_path / "broken")
     with LLM(first, tp=size, **SETTINGS) as llm:
         right = texts(llm)
         told = f"{re.escape(name)} has a number that is not finite.*send the whole update again"
@@ -281,6 +290,9 @@ def test_a_half_written_version_is_never_served(size: int, tmp_path: Path, seed:
             llm.refit(broken)
         assert llm.weights.state == "failed"
         assert llm.weights.model_digest == b""
+        reported = load_report(llm.engine.wired).weights
+        assert reported is not None
+        assert name in reported.problem
         with pytest.raises(ModelError, match="is no folder"):
             llm.refit(tmp_path / "nowhere")
         llm.resume()
@@ -288,3 +300,62 @@ def test_a_half_written_version_is_never_served(size: int, tmp_path: Path, seed:
             texts(llm)
         llm.refit(first)
         assert texts(llm) == right
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_an_update_that_fails_before_it_writes_leaves_the_old_weights(
+    size: int, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    broken, name = broken_copy(second, tmp_path / "broken", "model.embed_tokens.weight")
+    check = Refit.check
+
+    def check_and_lose(refit: Refit, folder: Path) -> None:
+        check(refit, folder)
+        (folder / "model.safetensors").unlink()
+
+    with LLM(first, tp=size, **SETTINGS) as llm:
+        right, digest = texts(llm), llm.weights.model_digest
+        # What an update before has written does not count.
+        llm.refit(first)
+        with pytest.raises(ModelError, match=f"{re.escape(name)} has a number that is not finite"):
+            llm.refit(broken)
+        assert (llm.weights.state, llm.weights.model_digest) == ("ready", digest)
+        assert texts(llm) == right
+        monkeypatch.setattr(Refit, "check", check_and_lose)
+        with pytest.raises(ModelError):
+            llm.refit(second)
+        assert llm.weights.state == "ready"
+        assert texts(llm) == right
+
+
+def test_a_prefill_worker_fills_nothing_while_its_weights_are_a_mixture(
+    tmp_path: Path, seed: int
+) -> None:
+    folder = model(tmp_path / "first", seed)
+    broken, _ = broken_copy(model(tmp_path / "second", seed + 1), tmp_path / "broken")
+    clock = ManualClock()
+    roles = ("decode", "prefill")
+    owner, filler = (make_engine(folder, role, clock, num_pages=64) for role in roles)
+
+    def refit(from_folder: Path) -> WeightReply:
+        command = WeightCommand(query=1, action="refit", folder=str(from_folder))
+        inbox: Inbox | None = Inbox(weight_commands=[command])
+        deadline = time.monotonic() + 60
+        while not (replies := filler.turn(inbox).weight_replies):
+            inbox = None
+            assert time.monotonic() < deadline, "the update does not end"
+        return replies[0]
+
+    with closing(EnginePair(owner, [filler], clock)) as pair:
+        prompt = PROMPTS[0]
+        (right,) = pair.finish(pair.submit(prompt, candidates=[]))
+        assert refit(broken).status.state == "failed"
+        owner.memory.flush_cache()
+        request_id = pair.submit(prompt)
+        assert pair.finish(request_id) == [right]
+        (fill,) = pair.answers[request_id].finished[0].timeline.fills
+        assert fill.accepted_tokens == 0
+        assert "without a version of the weights" in fill.failure
+        assert refit(folder).status.state == "ready"
+        pair.check_shipped(prompt, len(prompt) // 8)

@@ -1,4 +1,4 @@
-"""Trainers on one GPU send weights to a mesh on another. Needs two GPUs."""
+"""Trainers send weights to a mesh on another GPU, if there is one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weft.testing.engine.nccl_members import one_of_two
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.tiny_mesh import MODEL, SHAPE, VOCAB, TinyMesh
 from weft.testing.models.choices import check_choices
@@ -36,21 +37,22 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a GPU for each member")
+def member(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in one_of_two("worker").items():
+        monkeypatch.setenv(name, value)
 
 
 class Trainer:
-    """The script as a process on the second GPU."""
+    """The script as a process on the last GPU."""
 
     def __init__(self, folder: Path, url: str) -> None:
         site = folder / "site"
         with tarfile.open(KIT) as archive:
             archive.extractall(site, filter="data")
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        gpus = ",".join(map(str, range(torch.cuda.device_count())))
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
         settings = {
-            "CUDA_VISIBLE_DEVICES": seen[1],
+            "CUDA_VISIBLE_DEVICES": seen[-1],
             "VLLM_HOST_IP": "127.0.0.1",
             "NO_PROXY": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
@@ -63,7 +65,7 @@ class Trainer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | settings,
+                env=os.environ | settings | one_of_two("trainer"),
             )
         self._lines = Queue[str]()
         Thread(target=self._read, daemon=True).start()

@@ -341,11 +341,11 @@ async def test_no_answer_waits_for_weights_that_no_worker_has(tmp_path: Path) ->
 async def test_a_gateway_says_that_no_worker_has_weights(tmp_path: Path) -> None:
     async with gateway(tmp_path, breaking(), num_decode=2, **PATIENT) as mesh:
         for worker in mesh.workers:
-            worker.weights_state = "failed"
+            worker.weights_state, worker.weights_problem = "failed", "the update lacks lm_head"
         await mesh.wait(lambda: mesh.app.catalogue.base(MODEL).problem())
         got = await collect(mesh)
         assert isinstance(got.error, WeightsIncomplete)
-        assert "send the whole update again" in got.error.message
+        assert "the update lacks lm_head; send the whole update again" in got.error.message
         assert not any(worker.submits for worker in mesh.workers)
         # One of them can serve again.
         mesh.workers[1].weights_state = "ready"

@@ -13,17 +13,18 @@ from weft.testing.models.tiny_models import make_tiny
 from weft.testing.services.processes import ServiceProcess
 
 LOADED = "the engine is loaded"
+NOTICE = "pages are loaded whole all the same"
 
 
 @pytest.mark.full_after(2)
 @pytest.mark.parametrize(
-    ("level", "fmt"), [("info", "text"), ("info", "json"), ("warning", "json")]
+    ("level", "fmt"), [("info", "text"), ("warning", "json"), ("info", "json")]
 )
 def test_the_engine_logs_as_its_worker_does(tmp_path: Path, level: str, fmt: str) -> None:
     model = make_tiny("llama", tmp_path / "model")
     command = [sys.executable, "-m", "weft.cli", "serve", "decode", "--model-dir", str(model)]
     command += ["--kv-memory-bytes", "4194304", "--transport", "data"]
-    command += ["--log-level", level, "--log-format", fmt]
+    command += ["--log-level", level, "--log-format", fmt, "--load-by-layer", "always"]
     with ServiceProcess("decode", command, tmp_path) as process:
         process.wait_ready(240)
         loaded = read_progress(process.ready_path.with_suffix(".progress"))
@@ -35,5 +36,7 @@ def test_the_engine_logs_as_its_worker_does(tmp_path: Path, level: str, fmt: str
     # It has ended: nothing comes any more.
     lines = [line for line in process.log.splitlines() if LOADED in line]
     assert len(lines) == (level == "info"), process.log
+    # What the worker tells of itself is no warning.
+    assert (NOTICE in process.log) == (level == "info"), process.log
     wanted = {"text": r"[\d:.]+ decode-engine info ", "json": r'{.*"service": "decode-engine".*}'}
     assert all(re.match(wanted[fmt], line) for line in lines), lines

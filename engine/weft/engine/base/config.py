@@ -699,8 +699,8 @@ class EngineConfig(PageConfig):
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
             (
                 "device",
-                devices in (1, self.num_ranks),
-                f"one device, or one for each of {self.num_ranks} ranks",
+                devices in (1, self.ranks_of_host),
+                f"one device, or one for each of {self.ranks_of_host} ranks",
             ),
         ]
         if self.attention_dp > 1:
@@ -820,8 +820,8 @@ class EngineConfig(PageConfig):
             ("pp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             (
                 "pp",
-                self.tp == 1 or not self.has_head,
-                "1 with tp and a draft head, which drafts while ranks compute other steps",
+                self.tp == 1 or self.is_on_gpu or not self.has_head,
+                "1 on a CPU with tp and a draft head, which drafts while ranks compute other steps",
             ),
             ("pp", self.draft_width == 1, "1 with draft_width > 1: stages draft chains alone"),
             ("pp", self.drafter != "model", "1 with drafter = model, which has no stages"),
@@ -841,24 +841,16 @@ class EngineConfig(PageConfig):
         is_divided = self.hosts > 1
         return [
             ("pp", self.pp == 2 or is_divided, "1 or 2 on GPUs of one host"),
-            ("pp", self.tp == 1, "1 on GPUs with tp"),
-            ("pp", not self.has_head, "1 on GPUs with a draft head, which has not run there yet"),
+            ("dcp", self.dcp == 1, "1 on GPUs with pp"),
             (
-                "device",
-                not is_divided or "," not in self.device,
-                "one GPU with hosts: that of this host's stage",
+                "hosts",
+                not (is_divided and self.tp > 1 and self.enable_lora),
+                "1 on GPUs with tp and adapters",
             ),
             (
                 "staging_memory",
                 not is_divided or self.staging_memory != "device",
                 "auto or host with hosts, whose pages pass the memory of host 0",
-            ),
-            ("hosts", not is_divided or not self.enable_lora, "1 on GPUs with adapters"),
-            (
-                "hosts",
-                not is_divided or not self.moves_pages,
-                "1 on GPUs of workers whose pages leave their pool: take no tiers, no KV store, "
-                f"--transport data and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
             ),
         ]
 
@@ -872,7 +864,8 @@ class EngineConfig(PageConfig):
         """Most rows that a stage sends on in a step: of the stream, and of the layers' states that
         an EAGLE-3 head reads.
         """
-        return self.max_step_tokens * (1 if self.head_dir is None else 1 + NUM_AUX_LAYERS)
+        rows = self.max_step_tokens + self.decodes_beside
+        return rows * (1 if self.head_dir is None else 1 + NUM_AUX_LAYERS)
 
     def _relations_of_context(self) -> list[tuple[str, bool, str]]:
         return [
@@ -913,6 +906,10 @@ class EngineConfig(PageConfig):
         """Processes that run the steps."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def ranks_of_host(self) -> int:
+        return self.num_ranks // self.hosts
+
     def _relations_of_bindings(self) -> list[tuple[str, bool, str]]:
         nodes, cores, nics = self.numa_bind_nodes, self.numa_bind_cpus, self.nics
         is_named = bool(nodes or cores)
@@ -944,10 +941,10 @@ class EngineConfig(PageConfig):
         ]
 
     def device_of_rank(self, rank: int) -> str:
-        """A rank's entry in the list of devices; of a single GPU, the one that is `rank` places
-        after it.
+        """A rank's entry in its host's list of devices; of a single GPU, the one that is as many
+        places after it.
         """
-        devices = self.device.split(",")
+        devices, rank = self.device.split(","), rank % self.ranks_of_host
         if len(devices) > 1:
             return devices[rank].strip()
         kind, _, index = self.device.partition(":")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,39 +18,42 @@ _ROW_WORDS = 1 << 16
 
 
 class ContentDigests:
-    """32 bytes over each tensor's dtype, shape and numbers: sums of its words, each times a number
-    that only its place decides, which a GPU makes about as fast as it reads its memory. It does so
-    for all tensors in one launch, for whose end only `take` waits.
+    """Sums of each tensor's words, each times a number that only its place decides, which a GPU
+    makes about as fast as it reads its memory. It does so for all tensors in one launch, for whose
+    end only `sums` waits.
 
     Args:
         tensors: On one device.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        whole = [_aligned(one) for one in tensors]
-        self._heads = [f"{one.dtype} {tuple(one.shape)}".encode() for one in tensors]
-        self._rests = [_rest(one) if one.nbytes % _WORD_BYTES else b"" for one in whole]
-        self._counts = [-(-(one.nbytes // _WORD_BYTES) // _ROW_WORDS) for one in whole]
+        whole = [
+            one if _is_aligned(one) else one.clone(memory_format=torch.contiguous_format)
+            for one in tensors
+        ]
+        sizes = [one.nbytes for one in whole]
+        pairs = zip(whole, sizes, strict=True)
+        self._rests = [_rest(one) if size % _WORD_BYTES else b"" for one, size in pairs]
+        self._counts = [-(-(size // _WORD_BYTES) // _ROW_WORDS) for size in sizes]
         self._sums = weighted_sums(whole, _multipliers(tensors[0].device))
 
-    def take(self) -> list[bytes]:
-        numbers: Any = self._sums.cpu().numpy()
-        found, at = list[bytes](), 0
-        for head, rest, count in zip(self._heads, self._rests, self._counts, strict=True):
-            data = numbers[at : at + count].tobytes()
-            found.append(hashlib.blake2b(head + rest + data, digest_size=32).digest())
-            at += count
-        return found
+    def sums(self) -> list[bytes]:
+        """Of each tensor; its dtype and shape decide how many."""
+        data: bytes = self._sums.cpu().numpy().tobytes()
+        ends = [*accumulate(self._counts, initial=0)]
+        rows = zip(self._rests, pairwise(ends), strict=True)
+        size = self._sums.shape[1] * self._sums.itemsize
+        return [rest + data[begin * size : end * size] for rest, (begin, end) in rows]
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:
-    """The digest of one tensor, as `ContentDigests` makes it."""
-    return ContentDigests([tensor]).take()[0]
+    """32 bytes over a tensor's dtype, shape and numbers."""
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(head + ContentDigests([tensor]).sums()[0], digest_size=32).digest()
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.contiguous()
-    return whole.clone() if whole.data_ptr() % ALIGNMENT_BYTES else whole
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT_BYTES
 
 
 def _rest(tensor: torch.Tensor) -> bytes:

@@ -58,7 +58,11 @@ def sent(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
 
 
 def on_host(values: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host: itself on a CPU, else a copy, for which the caller waits."""
+    """The tensor on the host: itself on a CPU, else a copy, for which the caller waits.
+
+    Unlike with `Tensor.cpu`, whose copy to ordinary memory holds a lock of the driver until it has
+    come, other threads can launch work meanwhile.
+    """
     return values if values.device.type == "cpu" else Fetched(values).wait()
 
 

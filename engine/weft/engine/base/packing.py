@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from weft import kernels
 from weft.kernels.shared.build import cpu_features
 
-_SOURCES = ("*.py", "*.c", "*.h")
+_SOURCES = (".py", ".c", ".h")
 
 
 @cache
@@ -20,9 +21,12 @@ def packing_version(device: torch.device) -> str:
     """
     code = hashlib.blake2b(digest_size=16)
     model = Path(__file__).parents[1] / "model"
-    for root in (*map(Path, kernels.__path__), model):
-        for path in sorted(path for kind in _SOURCES for path in root.rglob(kind)):
-            code.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    for root in (*kernels.__path__, str(model)):
+        inside = ((folder, name) for folder, _, names in os.walk(root) for name in names)
+        for folder, name in sorted(inside):
+            if name.endswith(_SOURCES):
+                code.update(f"{folder[len(root) :]}/{name}".encode())
+                code.update(Path(folder, name).read_bytes())
     machine = hashlib.blake2b(cpu_features().encode(), digest_size=8).hexdigest()
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)

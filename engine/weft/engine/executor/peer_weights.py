@@ -6,19 +6,23 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from weft.contract.errors import ModelError
-from weft.contract.start_work import CHECKING, START_WORK
+from weft.contract.start_work import CHECKING, CONNECTING, COPYING, START_WORK
 from weft.contract.weights import GpuAllocation, PackedTensor, RankWeights, WeightOffer
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.device_copies import on_host
 from weft.engine.base.device_memory import SMALL_BYTES, UNIT_BYTES
+from weft.engine.base.device_threads import use_device
 from weft.engine.model.weights.computed_format import dtype_name
 from weft.engine.model.weights.packed import PackedModel, PackedTensors, bytes_of, span_of
 from weft.kernels.ops.page_digest import page_digests
-from weft.pages.transfer.device_ranges import allocations_of, host_name, read_ranges
+from weft.pages.transfer.device_ranges import ForeignRanges, allocations_of, host_name
 from weft.pages.transfer.digest import WORD_BYTES, digest_pages
 from weft.pages.transfer.nixl_ranges import (
     MemoryRange,
@@ -121,6 +125,8 @@ class PeerWeights:
         self._offer = offer
         self._rank = rank
         self._progress = progress
+        self._source: Future[ForeignRanges | RangesReader]
+        self._has_digests: Future[None]
 
     @property
     def model_digest(self) -> bytes:
@@ -160,6 +166,31 @@ class PeerWeights:
             form = dtype_name(tensor.dtype), list(tensor.shape), *span[1:3]
             if one is None or form != (one.dtype, one.shape, one.num_bytes, one.memory_type):
                 raise ModelError(f"the worker has {place} in another form, or not at all")
+
+    @contextmanager
+    def reached(self, device: torch.device) -> Iterator[None]:
+        """Its thread also loads the kernel of digests, and closes the memory at the end, for which
+        nobody waits.
+        """
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        thread = ThreadPoolExecutor(1, "peer-weights")
+        self._source = thread.submit(self._connect, device)
+        self._has_digests = thread.submit(_load_digests, device)
+        if device.type == "cpu":  # Its cores are wanted for packing.
+            wait([self._source])
+        try:
+            yield
+        finally:
+            thread.submit(self._close)
+            thread.shutdown(wait=False)
+
+    def connect(self) -> None:
+        """Waits, in `reached`, until the worker's memory can be read. Raises TransferError if it
+        cannot.
+        """
+        with START_WORK.time(CONNECTING):
+            self._source.result()
 
     def fill(self, packed: PackedTensors) -> None:
         """Raises TransferError if the worker is gone or does not answer, ModelError if bytes that
@@ -206,7 +237,7 @@ class PeerWeights:
 
     def _read(self, wanted: Sequence[_Wanted], device: torch.device) -> tuple[str, _Digests]:
         """Returns the way that the bytes took, and the digests that have begun."""
-        theirs, total = self._theirs(), sum(one.span.num_bytes for one in wanted)
+        total = sum(one.span.num_bytes for one in wanted)
         pairs = [(one.span, one.far) for one in wanted]
 
         def watched() -> tuple[_Digests, Callable[[int], None]]:
@@ -215,6 +246,7 @@ class PeerWeights:
 
             def report(done: int) -> None:
                 nonlocal end
+                self._has_digests.result()
                 while left and device.type == "cuda" and end + left[0].span.num_bytes <= done:
                     one = left.popleft()
                     digests.begin(one.tensor, one.span)
@@ -223,20 +255,48 @@ class PeerWeights:
 
             return digests, report
 
-        if device.type == "cuda" and theirs.allocations and theirs.host == host_name():
-            digests, report = watched()
+        self.connect()
+        source = self._source.result()
+        digests, report = watched()
+        if isinstance(source, ForeignRanges):
             try:
-                read_ranges(theirs.allocations, pairs, stall_s=STALL_S, report=report)
+                with START_WORK.time(COPYING):
+                    source.read(pairs, stall_s=STALL_S, report=report)
                 return "CUDA IPC", digests
             except TransferError as error:
                 if error.may_still_arrive:
                     raise
                 logger.info("weights of this host are read over NIXL: %s", error.message)
-        target = RangesTarget(theirs.nixl_version, theirs.agent_name, theirs.agent_metadata)
+            source, (digests, report) = self._over_nixl(device), watched()
+        source.read(self._target, pairs, report)
+        return source.lanes, digests
+
+    def _connect(self, device: torch.device) -> ForeignRanges | RangesReader:
+        use_device(device)
+        theirs = self._theirs()
+        if device.type == "cuda" and theirs.allocations and theirs.host == host_name():
+            try:
+                return ForeignRanges(theirs.allocations, device.index)
+            except TransferError as error:
+                logger.info("weights of this host are read over NIXL: %s", error.message)
+        return self._over_nixl(device)
+
+    def _over_nixl(self, device: torch.device) -> RangesReader:
         reader = RangesReader("weights", most_bytes=_MOST_BYTES[device.type], stall_s=STALL_S)
-        digests, report = watched()
-        reader.read(target, pairs, report)
-        return reader.lanes, digests
+        reader.open(self._target, [])
+        return reader
+
+    def _close(self) -> None:
+        if not self._source.exception():
+            try:
+                self._source.result().close()
+            except TransferError as error:
+                logger.warning("a worker's memory stays open: %s", error.message)
+
+    @property
+    def _target(self) -> RangesTarget:
+        theirs = self._theirs()
+        return RangesTarget(theirs.nixl_version, theirs.agent_name, theirs.agent_metadata)
 
     def _theirs(self) -> RankWeights:
         if self._rank >= len(self._offer.ranks):
@@ -286,6 +346,14 @@ def _allocations(spans: Sequence[MemoryRange]) -> list[GpuAllocation]:
         return []
 
 
+def _load_digests(device: torch.device) -> None:
+    """Computes a digest, since the first one on a GPU takes as long as some copies."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            one = torch.zeros(2 * _BLOCK_BYTES + 1, dtype=torch.uint8, device=device)
+            _Digests().of([one], [_range_of("", one)])
+
+
 class _Wanted(NamedTuple):
     """Memory to be filled."""
 
@@ -326,7 +394,7 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     """The bytes of each of these vectors. A GPU is asked once, for each answer takes as long."""
     flat = [one.view(torch.uint8) for one in tensors]
     far = [one for one in flat if one.is_cuda]
-    came = iter(torch.split(torch.cat(far).cpu(), [len(one) for one in far]) if far else ())
+    came = iter(torch.split(on_host(torch.cat(far)), [len(one) for one in far]) if far else ())
     return [(next(came) if one.is_cuda else one).numpy().tobytes() for one in flat]
 
 

@@ -2,58 +2,72 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from weft.contract.weights import SentTensor
-from weft.engine.model.weights.sent import dtype_of, num_bytes
+from weft.engine.model.weights.announced import Handles, Layout
 
-TOGETHER_BYTES = 128 << 20
+TOGETHER_BYTES = 256 << 20
 """Bytes of small tensors that are copied together, since a GPU takes longer to be told of a small
 copy than to make it.
 """
-_ALIGNMENT_BYTES = 256
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
 
 
-def divided(tensors: Sequence[SentTensor], most_bytes: int) -> Iterator[list[SentTensor]]:
-    """Groups that each end with the tensor that makes them larger than `most_bytes`; 0: each tensor
-    by itself. Trainers that pack divide tensors in the same way.
+class Range(NamedTuple):
+    """Bytes that lie together, in a layout and where they come from."""
+
+    first: int
+    """The first tensor, of those of the layout."""
+    piece: int
+    """Of `Handles.memory`."""
+    offset: int
+    begin: int
+    """In the layout."""
+    num_bytes: int
+
+
+def ranges(layout: Layout, handles: Handles) -> list[Range]:
+    """The layout's tensors, with the gaps where they lie as far apart as in the layout."""
+    which, offsets = handles.which[layout.tensors], handles.offsets[layout.tensors]
+    shifts = offsets - layout.begins
+    is_first = np.ones(len(which), np.bool_)
+    is_first[1:] = (which[1:] != which[:-1]) | (shifts[1:] != shifts[:-1])
+    firsts = np.flatnonzero(is_first)
+    lasts = np.append(firsts[1:], len(which)) - 1
+    begins = layout.begins[firsts]
+    counts = (layout.begins + layout.sizes)[lasts] - begins
+    columns = (firsts, which[firsts], offsets[firsts], begins, counts)
+    return [*map(Range._make, zip(*(column.tolist() for column in columns), strict=True))]
+
+
+def copies(
+    layout: Layout, wanted: Sequence[Range], pieces: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The layout's tensors, flat, copied to new memory that they share. The pieces of memory,
+    [bytes] uint8, are on one device.
     """
-    part, size = list[SentTensor](), 0
-    for one in tensors:
-        part.append(one)
-        size += num_bytes(one)
-        if size > most_bytes or not most_bytes:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+    numbers = [size for one in wanted for size in (one.offset, one.num_bytes)]
+    word = int(np.gcd.reduce(numbers, initial=max(_WORDS)))
+    first = pieces[wanted[0].piece]
+    memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=first.device)
+    words = {at: _words(pieces[at], word) for at in {one.piece for one in wanted}}
+    places = _words(memory, word)
+    torch._foreach_copy_(
+        [_part(places, one.begin, one.num_bytes) for one in wanted],
+        [_part(words[one.piece], one.offset, one.num_bytes) for one in wanted],
+    )
+    return layout.split(memory)
 
 
-def shaped(parts: Sequence[torch.Tensor], tensors: Sequence[SentTensor]) -> list[torch.Tensor]:
-    """The same memory, [bytes] uint8 each, in the tensors' dtypes and shapes."""
-    return [
-        part.view(dtype_of(one.dtype)).view(one.shape)
-        for part, one in zip(parts, tensors, strict=True)
-    ]
+def _words(memory: torch.Tensor, size: int) -> torch.Tensor:
+    """As many whole words of `size` bytes as there are."""
+    return memory[: memory.numel() // size * size].view(_WORDS[size])
 
 
-def copies(parts: Sequence[torch.Tensor], tensors: Sequence[SentTensor]) -> list[torch.Tensor]:
-    """As `shaped`, but copies, which share new memory. The parts, at least one, lie anywhere in
-    allocations of one device.
-    """
-    begins, end = list[int](), 0
-    for part in parts:
-        begins.append(end)
-        end += -(-part.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    memory = torch.empty(end, dtype=torch.uint8, device=parts[0].device)
-    places = [
-        memory[begin : begin + part.numel()] for begin, part in zip(begins, parts, strict=True)
-    ]
-    sizes = (size for one in parts for size in (one.storage_offset(), one.numel()))
-    word = _WORDS[math.gcd(max(_WORDS), *sizes)]
-    torch._foreach_copy_([one.view(word) for one in places], [one.view(word) for one in parts])
-    return shaped(places, tensors)
+def _part(words: torch.Tensor, begin: int, num_bytes: int) -> torch.Tensor:
+    size = words.itemsize
+    return words[begin // size : (begin + num_bytes) // size]

@@ -5,29 +5,38 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
-from weft.contract.weights import SentTensor, TensorHandle, WeightGroup, WeightOffer
+from weft.contract.weights import WeightGroup, WeightOffer
 from weft.engine.base.device_threads import use_device
 from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
 from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
-from weft.engine.executor.received import TOGETHER_BYTES, copies, divided
+from weft.engine.executor.received import TOGETHER_BYTES, copies, ranges
 from weft.engine.executor.shared_tensors import check_lent, opened
 from weft.engine.executor.weight_groups import Broadcasts, join
 from weft.engine.model.refit import Refit
+from weft.engine.model.weights.announced import (
+    Announced,
+    Handles,
+    Layout,
+    decode_tensors,
+    dtype_of,
+    layouts,
+)
 from weft.engine.model.weights.packed import Origin, PackedTensors
-from weft.engine.model.weights.sent import dtype_of, listed, num_bytes
+from weft.engine.model.weights.sent import listed
 
 logger = logging.getLogger(__name__)
 
-_Received: TypeAlias = tuple[Sequence[SentTensor], Sequence[torch.Tensor]]
-"""Some of the tensors of a call, and those that came."""
+_Received: TypeAlias = tuple[Sequence[str], Sequence[torch.Tensor]]
+"""Names of some of the tensors of a call, and what came."""
 
 AS_GROUP = -1
 """Number of bytes of a broadcast that stands for the group's own."""
@@ -70,6 +79,8 @@ class _Update:
             self._digest = self._refit.from_sent(self.sent)
         except Exception as error:
             self._error = error
+        finally:
+            self.sent.complete()  # Nobody reads what still comes.
 
 
 class WeightRefits:
@@ -141,7 +152,7 @@ class WeightRefits:
             packed_bytes: As in `WeightGroup`; `AS_GROUP`: as the group's.
             ends: Whether the update ends with the last of the model's tensors.
         """
-        self._begin(lambda: self._receive(group, _decode_tensors(tensors), packed_bytes, ends))
+        self._begin(lambda: self._receive(group, tensors, packed_bytes, ends))
 
     def end(self, *, is_given_up: bool = False) -> None:
         """Ends the update that is under way, if any."""
@@ -173,11 +184,11 @@ class WeightRefits:
         except Exception as error:
             logger.exception("the weights were not changed")
             problem, reason = f"{type(error).__name__}: {error}", Internal.reason
-        is_mixture = self._has_begun
+        is_update = self._has_begun or self._update is not None
         if self._update is not None:
             self._update.give_up(problem)
             self._update = None
-            is_mixture = self._possible.has_written
+        is_mixture = is_update and self._possible.has_written
         return RankResult(problem=problem, reason=reason, is_mixture=is_mixture)
 
     @property
@@ -200,18 +211,19 @@ class WeightRefits:
     def _copy(self, offer: WeightOffer) -> RankResult:
         peer = PeerWeights(offer, self._rank)
         self._possible.check_peer(peer)
-        self._has_begun = True
-        return RankResult(digest=self._possible.from_peer(peer))
+        with peer.reached(self._device):
+            peer.connect()  # Nothing is written if it is gone.
+            self._has_begun = True
+            return RankResult(digest=self._possible.from_peer(peer))
 
     def _join(self, group: WeightGroup) -> RankResult:
         self.leave(group.name)
         self._groups[group.name] = group, join(group, self._rank, self._device)
         return RankResult()
 
-    def _receive(
-        self, name: str, tensors: Sequence[SentTensor], packed_bytes: int, ends: bool
-    ) -> RankResult:
-        is_lent = check_lent(tensors)
+    def _receive(self, name: str, announcement: str, packed_bytes: int, ends: bool) -> RankResult:
+        tensors, lent = decode_tensors(announcement)
+        is_lent = check_lent(lent)
         if not is_lent and name not in self._groups:
             raise GroupFailed(f"this worker is in no group {name!r}: join it first")
         if self._update is None:
@@ -219,11 +231,13 @@ class WeightRefits:
         update = self._update
         try:
             update.sent.check(tensors)
-            found = self._lent(tensors) if is_lent else self._sent(name, tensors, packed_bytes)
+            found = (
+                self._lent(tensors, lent) if is_lent else self._sent(name, tensors, packed_bytes)
+            )
             with closing(found):
-                for part, came in found:
+                for names, came in found:
                     update.check()
-                    update.sent.put({one.name: own for one, own in zip(part, came, strict=True)})
+                    update.sent.put(dict(zip(names, came, strict=True)))
             if not ends or update.sent.lacking:
                 return RankResult()
             digest = update.end()
@@ -236,17 +250,26 @@ class WeightRefits:
         return RankResult(digest=digest)
 
     def _sent(
-        self, name: str, tensors: Sequence[SentTensor], packed_bytes: int
+        self, name: str, tensors: Announced, packed_bytes: int
     ) -> Generator[_Received, None, None]:
         group, member = self._groups[name]
         most = group.packed_bytes if packed_bytes == AS_GROUP else packed_bytes
-        for part in divided(tensors, most):
-            yield from _received(member, part, most)
+        for pack in layouts(tensors, tensors.sizes(), most):
+            part = tensors.part(pack.tensors)
+            if most:
+                yield from _received(member, part, pack)
+                continue
+            (dtype,), (shape,) = part.dtypes, part.shapes
+            out = torch.empty(shape, dtype=dtype_of(dtype), device=member.device)
+            member.receive(out)
+            yield part.names, [out]
 
-    def _lent(self, tensors: Sequence[SentTensor]) -> Generator[_Received, None, None]:
-        with opened(self._device, tensors) as shared:
-            for part in divided(tensors, TOGETHER_BYTES):
-                yield part, shared.read(part)
+    def _lent(
+        self, tensors: Announced, lent: Mapping[str, Handles]
+    ) -> Generator[_Received, None, None]:
+        with opened(self._device, tensors.names, lent) as shared:
+            for layout in layouts(tensors, tensors.sizes(), TOGETHER_BYTES):
+                yield tensors.names[layout.tensors], shared.read(layout)
 
     def _end(self, is_given_up: bool) -> RankResult:
         if self._update is None:
@@ -267,38 +290,14 @@ def _decode_group(text: str) -> WeightGroup:
     return WeightGroup(**(values | {"nccl_id": bytes.fromhex(values["nccl_id"])}))
 
 
-def encode_tensors(tensors: Sequence[SentTensor]) -> str:
-    def row(one: SentTensor) -> list[object]:
-        handles = [[own.gpu, own.handle.hex(), own.shm, own.offset] for own in one.handles]
-        return [one.name, one.dtype, one.shape, handles]
-
-    return json.dumps([row(one) for one in tensors])
-
-
-def _decode_tensors(text: str) -> list[SentTensor]:
-    def handle(gpu: str, data: str, shm: str, offset: int) -> TensorHandle:
-        return TensorHandle(gpu=gpu, handle=bytes.fromhex(data), shm=shm, offset=offset)
-
-    return [
-        SentTensor(name=name, dtype=dtype, shape=shape, handles=[handle(*one) for one in handles])
-        for name, dtype, shape, handles in json.loads(text)
-    ]
-
-
 def _received(
-    member: Broadcasts, part: Sequence[SentTensor], packed_bytes: int
+    member: Broadcasts, part: Announced, pack: Layout
 ) -> Generator[_Received, None, None]:
-    if not packed_bytes:
-        (one,) = part
-        out = torch.empty(one.shape, dtype=dtype_of(one.dtype), device=member.device)
-        member.receive(out)
-        yield part, [out]
-        return
-    packed, at = torch.empty(sum(map(num_bytes, part)), dtype=torch.uint8, device=member.device), 0
+    offsets = np.cumsum(pack.sizes) - pack.sizes
+    packed = torch.empty(int(pack.sizes.sum()), dtype=torch.uint8, device=member.device)
     member.receive(packed)
-    for some in divided(part, TOGETHER_BYTES):
-        sizes = [num_bytes(one) for one in some]
-        found = torch.split(packed[at : at + sum(sizes)], sizes)
-        at += sum(sizes)
+    handles = Handles((), np.zeros_like(offsets), offsets)
+    for layout in layouts(part, pack.sizes, TOGETHER_BYTES):
         # Copies, so that little memory is kept for one of them, and numbers lie where they may.
-        yield some, copies(found, some)
+        found = copies(layout, ranges(layout, handles), {0: packed})
+        yield part.names[layout.tensors], found

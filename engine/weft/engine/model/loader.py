@@ -257,18 +257,19 @@ def load_model(
         nonlocal arena, formats, parameters, read
         try:
             files = weight_files(model_dir)
-            if sketch(files) != source.files:
-                raise ModelError("the worker has begun with other files")
             digests = known_file_digests(files)
+            if digests is None and sketch(files) != source.files:
+                raise ModelError("the worker has begun with other files")
             if digests is not None and digest_of(digests) != source.start_digest:
                 raise ModelError("the worker has begun with other files, or another number format")
-            with START_WORK.time(LAYING_OUT):
-                if chosen is None:  # What a conversion frees again would leave a hole.
-                    take_at_once(source.num_bytes, target)
-                parts = read_folder(model_dir, None, read, is_outline=True)
-                packed = pack(parts)
-                source.check(packed)
-            source.fill(packed)
+            with source.reached(target):
+                with START_WORK.time(LAYING_OUT):
+                    if chosen is None:  # What a conversion frees again would leave a hole.
+                        take_at_once(source.num_bytes, target)
+                    parts = read_folder(model_dir, None, read, is_outline=True)
+                    packed = pack(parts)
+                    source.check(packed)
+                source.fill(packed)
         except (WeftError, RuntimeError, OSError) as error:
             logger.warning("weights are read from %s, not from a worker: %s", model_dir, error)
             arena, formats = WeightArena(is_fixed=is_fixed), ComputedFormat()
@@ -495,6 +496,7 @@ def _read_sent(
 ) -> _Parts:
     where = Path("what the trainer sends")
     parts = _construct(sent, config, build, weights_of, wanted, read.own_copies, where)
+    sent.await_end()
     sent.finish()
     _check_tied(sent, config)
     return parts

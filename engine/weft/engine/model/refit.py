@@ -21,7 +21,7 @@ from weft.engine.model.weights.refill import (
 )
 from weft.engine.model.weights.sent import KnownTensor, SentTensors
 
-_SENT = b"weft-sent-1"
+_SENT = b"weft-sent-2"
 
 
 class RefitSteps(NamedTuple):
@@ -95,19 +95,20 @@ class Refit:
 
     def from_folder(self, folder: Path) -> bytes:
         """Reads a folder of safetensors files and returns the model's new digest, that of a model
-        that was loaded from there. After an error the weights are a mixture. Raises ModelError if
-        files are missing, malformed or change meanwhile.
+        that was loaded from there. After an error the weights are a mixture if `has_written`.
+        Raises ModelError if files are missing, malformed or change meanwhile.
         """
-        files = weight_files(folder)
-        before = _stats(files)
-        with FileDigests(files) as digests:
-            self._fill(lambda: self._steps.read(folder))
-            try:
+        self._parameters.again()
+        try:
+            files = weight_files(folder)
+            before = _stats(files)
+            with FileDigests(files) as digests:
+                self._fill(lambda: self._steps.read(folder))
                 digest = self._steps.digest(digests.wait())
-            except OSError as error:
-                raise ModelError(f"cannot read the weights in {folder}: {error}") from error
-        if _stats(files) != before:
-            raise ModelError(f"the files in {folder} changed while they were read")
+            if _stats(files) != before:
+                raise ModelError(f"the files in {folder} changed while they were read")
+        except OSError as error:
+            raise ModelError(f"cannot read the weights in {folder}: {error}") from error
         self._steps.name(digest)
         return digest
 
@@ -139,6 +140,7 @@ class Refit:
         """Copies the weights of another worker; returns their digest. After an error the weights
         are a mixture.
         """
+        self._parameters.has_written = True
         source.fill(self._packed)
         self._steps.name(source.model_digest)
         return source.model_digest
@@ -158,6 +160,7 @@ class Refit:
             for path, old, new in pairs_of(self._parts, made):
                 if not is_same_memory(old, new):
                     check_alike(old, new, path)
+                    self._parameters.has_written = True
                     old.copy_(new)
 
 

@@ -784,6 +784,7 @@ class WeightsInUse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     state: _builtins.str
     """ready, updating or failed, as in WeightStatus."""
@@ -791,6 +792,8 @@ class WeightsInUse(_message.Message):
     """abort, wait, keep or retract; empty: none."""
     updates: _builtins.int
     """Updates that have ended well since the worker's start."""
+    problem: _builtins.str
+    """Why there is no version, while the state is failed; at most 256 bytes."""
     def __init__(
         self,
         *,
@@ -798,10 +801,11 @@ class WeightsInUse(_message.Message):
         state: _builtins.str = ...,
         pause: _builtins.str = ...,
         updates: _builtins.int = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "state", b"state", "updates", b"updates", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "problem", b"problem", "state", b"state", "updates", b"updates", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,7 +42,7 @@ class HeadElsewhere:
             out = torch.empty(shape, dtype=target.dtype, device=tokens.device)
             taps = Taps(self._aux_layers, out)
         hidden = target.forward(step, pool, taps)
-        return hidden, hidden
+        return hidden, hidden.new_empty((0, self.hidden_size))
 
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor

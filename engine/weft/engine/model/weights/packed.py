@@ -7,12 +7,13 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 from weft.contract.errors import ModelError
 from weft.engine.base.packing import packing_version
-from weft.engine.model.weights.refill import floats_of, tensors_of
+from weft.engine.model.weights.refill import numbers_of
 
 _DIGEST_BYTES = 32
 
@@ -54,14 +55,11 @@ class PackedTensors:
         device: torch.device,
         besides: Sequence[object] = (),
     ) -> None:
-        self._tensors = [
-            (place, weakref.ref(one))
-            for place, one in tensors_of(parts, besides)
-            if not one.is_meta
-        ]
+        tensors, floats = numbers_of(parts, besides)
+        self._tensors = [(place, weakref.ref(one)) for place, one in tensors if not one.is_meta]
         self.origin = Origin(b"", b"")
         constants = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        for place, number in floats_of(parts, besides):
+        for place, number in floats:
             constants.update(f"{place} {number!r}\n".encode())
         self.model = PackedModel(scheme, share, packing_version(device), constants.digest())
 
@@ -93,9 +91,14 @@ class PackedSource(Protocol):
     def check(self, packed: PackedTensors) -> None:
         """Raises WeftError unless it has tensors of the same forms, packed in the same way."""
 
+    def reached(self, device: torch.device) -> AbstractContextManager[None]:
+        """A context in which its numbers can be copied to a device. Connects in a thread, so that
+        the caller lays out tensors meanwhile.
+        """
+
     def fill(self, packed: PackedTensors) -> None:
-        """Copies its numbers into a model's tensors, and compares the digest of each. Raises
-        WeftError if it cannot, or if they differ; the tensors then have any values.
+        """Copies its numbers into a model's tensors, in `reached`, and compares the digest of each.
+        Raises WeftError if it cannot, or if they differ; the tensors then have any values.
         """
 
 

@@ -48,11 +48,11 @@ class CheckpointReader(Protocol):
         """
 
     def read_each(self, parts: Sequence[TensorSlice], outs: Sequence[torch.Tensor]) -> None:
-        """Reads each part into its tensor, as `read_into` does. The tensors are of one dtype and on
-        one device.
+        """Reads each part into its tensor, as `read_into` does. The tensors are flat, of one dtype
+        and on one device.
         """
         for part, out in zip(parts, outs, strict=True):
-            self.read_into(part, out)
+            self.read_into(part, out.view(part.size))
 
     def skip(self, prefix: str) -> None:
         """Another rank reads the tensors whose names begin with `prefix`, which ends in a dot."""

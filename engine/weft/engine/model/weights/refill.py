@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from weft.contract.errors import ModelError
@@ -52,7 +52,7 @@ class Parameters:
         if isinstance(made, torch.Tensor):
             found.append(made)
         else:
-            found += [tensor for _, tensor in tensors_of(made)]
+            found += tensors_of(made)
         if self._at is None:
             self._made.append([weakref.ref(tensor) for tensor in found])
             return made
@@ -121,26 +121,38 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(numbers)
 
 
-def tensors_of(root: object, besides: Sequence[object] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that an object reaches, each once, with their places in words, but not through
-    any of `besides`.
-    """
-    return ((path, old) for path, old, _ in pairs_of(root, root, besides, is_whole=True))
+class Numbers(NamedTuple):
+    """What an object reaches, with places in words."""
+
+    tensors: list[tuple[str, torch.Tensor]]
+    """Each once."""
+    floats: list[tuple[str, float]]
+    """Those beside tensors."""
 
 
-def floats_of(root: object, besides: Sequence[object] = ()) -> Iterator[tuple[str, float]]:
-    """As `tensors_of`, of the floats beside tensors."""
+def numbers_of(root: object, besides: Sequence[object] = ()) -> Numbers:
+    """The numbers that an object reaches, but not through any of `besides`."""
+    found = Numbers([], [])
     seen = {id(one) for one in besides}
     left: list[tuple[str, object]] = [("", root)]
     while left:
         path, value = left.pop()
         if isinstance(value, float):
-            yield path, value
-        if value is None or id(value) in seen or isinstance(value, (torch.Tensor, *_LEAVES)):
+            found.floats.append((path, value))
+        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.tensors.append((path, value))
+            continue
         parts = _parts_of(value)
         left += [(f"{path}.{name}", parts[name]) for name in reversed(parts)]
+    return found
+
+
+def tensors_of(root: object) -> list[torch.Tensor]:
+    """The tensors that an object reaches, each once."""
+    return [tensor for _, tensor in numbers_of(root).tensors]
 
 
 def parts_of_kind(root: object, kinds: tuple[type, ...]) -> list[Any]:
@@ -160,23 +172,19 @@ def parts_of_kind(root: object, kinds: tuple[type, ...]) -> list[Any]:
     return found
 
 
-def pairs_of(
-    old: object, new: object, besides: Sequence[object] = (), *, is_whole: bool = False
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def pairs_of(old: object, new: object) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """The tensors at the same places of two objects of equal structure, with these places. What
-    only one of them has yet, such as tables made on first use, is left out, and so is what only
-    `besides` reach, and, unless `is_whole`, what both share.
+    only one of them has yet, such as tables made on first use, is left out, and so is what both
+    share.
 
     Raises:
         ModelError: Two floats at the same place differ, or two objects are of different types.
     """
-    seen = {id(one) for one in besides}
+    seen = set[int]()
     left: list[tuple[str, object, object]] = [("", old, new)]
     while left:
         path, first, second = left.pop()
-        if first is None or second is None or id(first) in seen:
-            continue
-        if first is second and not is_whole:
+        if first is None or second is None or first is second or id(first) in seen:
             continue
         if type(first) is not type(second):
             raise ModelError(f"{path} was {type(first).__name__}, it is {type(second).__name__}")

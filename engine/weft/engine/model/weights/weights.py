@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -287,18 +288,19 @@ class Weights:
         its parts, columns] on the model's device. They are read submodule after submodule, and are
         no parameters yet.
         """
-        made, places = list[torch.Tensor](), list[Sequence[torch.Tensor]]()
+        made, places = list[torch.Tensor](), list[Iterator[torch.Tensor]]()
         for parts in products:
-            rows = [part.size[0] for part in parts]
-            size = (len(numbers), sum(rows), *parts[0].size[1:])
+            sizes = [part.size for part in parts]
+            size = (len(numbers), sum(one[0] for one in sizes), *sizes[0][1:])
             made.append(torch.empty(size, dtype=self.dtype, device=self.device))
-            places.append(torch.split(made[-1].flatten(0, 1), rows * len(numbers)))
+            counts = [math.prod(one) for one in sizes] * len(numbers)
+            places.append(iter(torch.split(made[-1].view(-1), counts)))
         wanted, outs = list[TensorSlice](), list[torch.Tensor]()
-        for at, number in enumerate(numbers):
+        for number in numbers:
+            prefix = f"{self._prefix}{number}."
             for parts, own in zip(products, places, strict=True):
-                prefix = f"{self._prefix}{number}."
-                wanted += [part._replace(name=prefix + part.name) for part in parts]
-                outs += own[at * len(parts) : (at + 1) * len(parts)]
+                wanted += [TensorSlice(prefix + one.name, one.shape, one.slices) for one in parts]
+                outs += islice(own, len(parts))
         self.reader.read_each(wanted, outs)
         return made
 

@@ -157,7 +157,7 @@ class WorkerHost:
         info = replace(info, notices=[*info.notices, *notes_of(self._placements)])
         self._kv_feed = KvFeed(self._worker_id, info.epoch)
         for notice in info.notices:
-            logger.warning(notice)
+            logger.info(notice)
         if not self._config.page_digests:
             logger.warning("pages are not checked: corruption in transit goes unnoticed")
         keep_message_memory()

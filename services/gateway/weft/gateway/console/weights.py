@@ -100,7 +100,7 @@ class MeshWeights:
         InvalidRequest if the group has too few places.
         """
         self.check_one_model()
-        known = await self.show(token, packed_digest=False)
+        known = await self.show(token)
         total = sum(status.num_ranks for status in known.values())
         if group.rank + total > group.size:
             raise InvalidRequest(
@@ -137,7 +137,7 @@ class MeshWeights:
         self.check_one_model()
         request = weights_pb2.ReceiveWeightsRequest(
             group_name=group_name,
-            tensors=[SENT_TENSOR.encode(one) for one in tensors],
+            tensors=[SENT_TENSOR.plain(one) for one in tensors],
             packed_bytes=packed_bytes,
             version=version,
         )
@@ -161,7 +161,7 @@ class MeshWeights:
         request = weights_pb2.WakeRequest(tags=tags)
         return await self._on_all("Wake", request, token, MAX_LIMIT_S)
 
-    async def show(self, token: str, *, packed_digest: bool) -> Mapping[str, WeightStatus]:
+    async def show(self, token: str, *, packed_digest: bool = False) -> Mapping[str, WeightStatus]:
         request = weights_pb2.ShowWeightsRequest(packed_digest=packed_digest)
         return await self._on_all("ShowWeights", request, token, _SHOW_TIMEOUT_S)
 

@@ -407,6 +407,11 @@ class FleetWorker:
         """Whether it has no version of the weights, by its last report."""
         return self._load is not None and self._load.weights.state == "failed"
 
+    @property
+    def weights_problem(self) -> str:
+        """Why it has no version of the weights, by its last report."""
+        return "" if self._load is None else self._load.weights.problem
+
     def health_problem(self, now: float) -> str:
         """Like `problem`, without the outcomes of earlier requests."""
         load = self._load

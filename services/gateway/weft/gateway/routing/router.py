@@ -267,9 +267,11 @@ class Router:
                 retry_after_s=_RETRY_AFTER_S,
             )
         if found and all(one.asleep or one.lacks_weights for one in found):
+            problems = (one.weights_problem for one in found)
+            why = next(filter(None, problems), "an update failed, or /sleep has dropped them")
             return WeightsIncomplete(
-                "no decode worker that is awake has a version of the weights: an update failed, or "
-                "/sleep has dropped them; send the whole update again, or restart the workers",
+                f"no decode worker that is awake has a version of the weights: {why}; send the "
+                "whole update again, or restart the workers",
                 stage="route",
             )
         return PeerUnavailable(

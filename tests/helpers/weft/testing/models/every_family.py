@@ -131,6 +131,9 @@ def assert_logits(
     wide = copy.deepcopy(reference).double()
     wide.set_experts_implementation("eager")  # Others have no float64.
     exact = wide(ids, use_cache=False).logits[0, rows]
+    # Largest errors of two computations of one model are alike: of 73 random models none was more
+    # than 1.6 times the other. 4 leaves room. In a single row whose numbers nearly cancel, one may
+    # round well where the other does not, and by 12 times was seen: so the rows count together.
     allowed += 4 * float((rounded - exact).abs().max())
     error = float((found - exact).abs().max())
     assert error < allowed, (error, allowed)

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from weft.cli.up.ports import free_ports
 from weft.contract.weights import SentTensor
+from weft.engine.model.weights.announced import Announced, decode_tensors, encode_tensors
 
 WAIT = timedelta(seconds=60)
 
@@ -60,6 +61,10 @@ def described(tensors: Mapping[str, torch.Tensor]) -> list[SentTensor]:
         SentTensor(name=name, dtype=str(one.dtype).removeprefix("torch."), shape=list(one.shape))
         for name, one in tensors.items()
     ]
+
+
+def announced(tensors: Mapping[str, torch.Tensor]) -> Announced:
+    return decode_tensors(encode_tensors(described(tensors)))[0]
 
 
 def packed(tensors: Sequence[torch.Tensor], most_bytes: int) -> list[torch.Tensor]:

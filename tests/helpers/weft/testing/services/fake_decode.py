@@ -28,7 +28,9 @@ from weft.contract.layout import CacheLayout, PagedPlane
 from weft.contract.spans import Media
 from weft.pages.memory.events import KvEvents
 from weft.testing.services.fake_adapters import FakeAdapters
+from weft.testing.services.fake_weights import FakeWeights
 from weft.v1 import (
+    admin_pb2_grpc,
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
@@ -111,7 +113,7 @@ _KEPT_PORTS: dict[int, socket.socket] = {}
 
 
 class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
-    """Serves DecodeService and WorkerService on one port."""
+    """Serves DecodeService, WorkerService and trainers' orders on one port."""
 
     lacks_encoder = False
     """Whether it has left out its model's image tower."""
@@ -157,7 +159,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Messages that never come through, one after the other."""
         self.is_frozen = False
         self.is_draining = False
-        self.weights_state = "ready"
+        self.weights_state, self.weights_problem = "ready", ""
         self.role_now: worker_pb2.RoleState | None = None
         """What it is used for, of a worker of both roles."""
         self.loop_age_s = 0.0
@@ -169,6 +171,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.decode_step_s = 0.0
         self.decode_step_requests = 0.0
         self.model_digest = bytes(range(32))
+        self.weights = FakeWeights()
         self.request_tokens = 0
         self.kv: KvFeed
         """The pages that it reports as held."""
@@ -220,11 +223,12 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.weights, self._server)
         bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{bound}"
         await self._server.start()
         if (kept := _KEPT_PORTS.pop(bound, None)) is not None:
             kept.close()
-        self.address = f"127.0.0.1:{bound}"
         return self.address
 
     async def stop(self, *, keeps_port: bool = False) -> None:
@@ -256,6 +260,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             page_size=PAGE_SIZE,
             num_pages=1000,
             model_digest=self.model_digest,
+            admin_port=int(self.address.rpartition(":")[2]),
             lacks_encoder=self.lacks_encoder,
             planes=[
                 kv_pb2.Plane(
@@ -312,6 +317,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 role=self.role_now,
             )
             response.weights.state = self.weights_state
+            response.weights.problem = self.weights_problem
             if self.adapters is not None:
                 news = self.adapters.news(told)
                 response.adapters.extend(news.statuses)

@@ -140,30 +140,22 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         return json_body({"is_paused": await self._is_paused(self._token(context))})
 
     async def _is_paused(self, token: str) -> bool:
-        found = await self._weights.show(token, packed_digest=False)
+        found = await self._weights.show(token)
         return any(status.pause for status in found.values())
 
     async def PauseGeneration(self, request: HttpBody, context: Context) -> HttpBody:
-        token = self._token(context)
-        facts = call_facts(context, "pause")
-        body, _ = await self._bodies.parse(PauseGenerationBody, or_empty(request), _same)
+        body, token = await self._order(PauseGenerationBody, request, context)
         found = await self._weights.pause(_SGLANG_MODES[body.mode or "abort"], token)
-        await begin_answer(context, facts.request_id)
         return _answer("paused", found)
 
     async def ContinueGeneration(self, request: HttpBody, context: Context) -> HttpBody:
-        token = self._token(context)
-        facts = call_facts(context, "continue")
-        await self._bodies.parse(ContinueGenerationBody, or_empty(request), _same)
-        found = await self._weights.resume(token)
-        await begin_answer(context, facts.request_id)
-        return _answer("resumed", found)
+        _, token = await self._order(ContinueGenerationBody, request, context)
+        return _answer("resumed", await self._weights.resume(token))
 
     async def AbortRequests(self, request: HttpBody, context: Context) -> HttpBody:
-        await self._body(AbortRequestsBody, request, context)
-        token = self._token(context)
+        _, token = await self._order(AbortRequestsBody, request, context)
         await self._abort_all(token)
-        return _answer("ended", await self._weights.show(token, packed_digest=False))
+        return _answer("ended", await self._weights.show(token))
 
     async def ShowLoads(self, request: dialects_pb2.ShowLoadsRequest, context: Context) -> HttpBody:
         self._token(context)
@@ -180,9 +172,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         return json_body(LoadsAnswer(loads=loads).model_dump())
 
     async def UpdateWeightsFromDisk(self, request: HttpBody, context: Context) -> HttpBody:
-        token = self._token(context)
-        facts = call_facts(context, "update")
-        body, _ = await self._bodies.parse(UpdateFromDiskBody, request, _same)
+        body, token = await self._order(UpdateFromDiskBody, request, context)
         self._weights.check_one_model()
         aborts, resumes = bool(body.abort_all_requests), False
         if aborts and not body.keep_pause:
@@ -191,7 +181,6 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
             found = await self._weights.refit(body.model_path, body.weight_version or "", token)
         if resumes:
             found = await self._weights.resume(token)
-        await begin_answer(context, facts.request_id)
         return _answer("weights changed", found)
 
     @asynccontextmanager
@@ -211,7 +200,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     # -- updates through a trainer's process group -------------------------------------------------
 
     async def InitWeightsUpdateGroup(self, request: HttpBody, context: Context) -> HttpBody:
-        body = await self._body(InitGroupBody, request, context)
+        body, token = await self._order(InitGroupBody, request, context)
         group = WeightGroup(
             name=body.group_name,
             address=body.master_address,
@@ -220,19 +209,18 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
             size=body.world_size,
             backend=body.backend,
         )
-        return _answer("joined", await self._weights.join(group, self._token(context)))
+        return _answer("joined", await self._weights.join(group, token))
 
     async def DestroyWeightsUpdateGroup(self, request: HttpBody, context: Context) -> HttpBody:
-        body = await self._body(DestroyGroupBody, request, context)
-        return _answer("left", await self._weights.leave(body.group_name, self._token(context)))
+        body, token = await self._order(DestroyGroupBody, request, context)
+        return _answer("left", await self._weights.leave(body.group_name, token))
 
     async def BeginWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
-        await self._body(BeginUpdateBody, request, context)
-        return _answer("begun", await self._weights.begin(self._token(context)))
+        _, token = await self._order(BeginUpdateBody, request, context)
+        return _answer("begun", await self._weights.begin(token))
 
     async def UpdateWeightsFromDistributed(self, request: HttpBody, context: Context) -> HttpBody:
-        body = await self._body(UpdateFromDistributedBody, request, context)
-        token = self._token(context)
+        body, token = await self._order(UpdateFromDistributedBody, request, context)
         tensors = _tensors(body.names, body.dtypes, body.shapes)
         if body.abort_all_requests:
             self._weights.check_one_model()
@@ -244,7 +232,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
 
     async def _abort_all(self, token: str) -> None:
         """Ends all requests, unless an update is under way, whose first call has done so."""
-        before = (await self._weights.show(token, packed_digest=False)).values()
+        before = (await self._weights.show(token)).values()
         if any(status.state == "updating" for status in before):
             return
         resumes = not any(status.pause for status in before)
@@ -254,20 +242,19 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
             await self._weights.resume(token)
 
     async def EndWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
-        body = await self._body(EndUpdateBody, request, context)
-        found = await self._weights.end(body.weight_version or "", self._token(context))
+        body, token = await self._order(EndUpdateBody, request, context)
+        found = await self._weights.end(body.weight_version or "", token)
         return _answer("weights changed", found)
 
     async def UpdateWeightsFromTensor(self, request: HttpBody, context: Context) -> HttpBody:
-        body = await self._body(UpdateFromTensorBody, request, context)
+        body, token = await self._order(UpdateFromTensorBody, request, context)
         tensors = _tensors(body.names, body.dtypes, body.shapes, body.handles)
         version = body.weight_version or ""
-        found = await self._weights.receive("", tensors, self._token(context), version=version)
+        found = await self._weights.receive("", tensors, token, version=version)
         return _answer("weights received", found)
 
     async def UpdateWeightsFromPeer(self, request: HttpBody, context: Context) -> HttpBody:
-        body = await self._body(UpdateFromPeerBody, request, context)
-        token = self._token(context)
+        body, token = await self._order(UpdateFromPeerBody, request, context)
         found = await self._weights.copy(body.worker, body.weight_version or "", token)
         return _answer("weights copied", found)
 
@@ -275,7 +262,8 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         raise self._pickled(context)
 
     async def InitWeightTransferEngine(self, request: HttpBody, context: Context) -> HttpBody:
-        info = (await self._body(InitTransferBody, request, context)).init_info
+        body, token = await self._order(InitTransferBody, request, context)
+        info = body.init_info
         try:
             number = base64.b64decode(info.nccl_unique_id_b64 or "", validate=True)
         except ValueError as error:
@@ -291,38 +279,39 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
             nccl_id=number,
             packed_bytes=info.packed_buffer_size_bytes if info.packed else 0,
         )
-        return _answer("joined", await self._weights.join(group, self._token(context)))
+        return _answer("joined", await self._weights.join(group, token))
 
     async def StartWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
-        await self._body(StartUpdateBody, request, context)
-        return _answer("begun", await self._weights.begin(self._token(context)))
+        _, token = await self._order(StartUpdateBody, request, context)
+        return _answer("begun", await self._weights.begin(token))
 
     async def UpdateWeights(self, request: HttpBody, context: Context) -> HttpBody:
-        info = (await self._body(UpdateBody, request, context)).update_info
+        body, token = await self._order(UpdateBody, request, context)
+        info = body.update_info
         packed = None if info.packed is None else info.packed * info.packed_buffer_size_bytes
         tensors = _tensors(info.names, info.dtype_names, info.shapes, info.handles)
         found = await self._weights.receive(
-            "" if info.handles else _VLLM_GROUP, tensors, self._token(context), packed_bytes=packed
+            "" if info.handles else _VLLM_GROUP, tensors, token, packed_bytes=packed
         )
         return _answer("received", found)
 
     async def FinishWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
-        body = await self._body(FinishUpdateBody, request, context)
-        found = await self._weights.end(body.weight_version or "", self._token(context))
+        body, token = await self._order(FinishUpdateBody, request, context)
+        found = await self._weights.end(body.weight_version or "", token)
         return _answer("weights changed", found)
 
     async def ShutdownWeightTransferEngine(self, request: HttpBody, context: Context) -> HttpBody:
-        await self._body(NoBody, request, context)
-        return _answer("left", await self._weights.leave(_VLLM_GROUP, self._token(context)))
+        _, token = await self._order(NoBody, request, context)
+        return _answer("left", await self._weights.leave(_VLLM_GROUP, token))
 
     async def GetWorldSize(
         self, request: dialects_pb2.GetWorldSizeRequest, context: Context
     ) -> HttpBody:
-        found = await self._weights.show(self._token(context), packed_digest=False)
+        found = await self._weights.show(self._token(context))
         return json_body({"world_size": sum(status.num_ranks for status in found.values())})
 
     async def GetWeightVersion(self, request: Empty, context: Context) -> HttpBody:
-        found = await self._weights.show(self._token(context), packed_digest=False)
+        found = await self._weights.show(self._token(context))
         return json_body({"weight_version": _version(found)})
 
     async def FlushCache(self, request: Empty, context: Context) -> HttpBody:
@@ -330,16 +319,13 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         return json_body({"success": True, "message": f"{flushed} pages flushed"})
 
     async def CheckWeights(self, request: HttpBody, context: Context) -> HttpBody:
-        token = self._token(context)
-        facts = call_facts(context, "check")
-        body, _ = await self._bodies.parse(CheckWeightsBody, request, _same)
+        body, token = await self._order(CheckWeightsBody, request, context)
         found = await self._weights.show(token, packed_digest=True)
         digests = {worker: status.packed_digest for worker, status in found.items()}
         if body.action == "snapshot":
             self._noted = digests
         if body.action == "compare":
             self._compare(digests)
-        await begin_answer(context, facts.request_id)
         return _answer(f"{body.action}: done", found)
 
     def _compare(self, digests: Mapping[str, bytes]) -> None:
@@ -369,7 +355,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         return _answer("awake", await self._weights.wake(_tags(request.tags), token))
 
     async def IsSleeping(self, request: Empty, context: Context) -> HttpBody:
-        found = await self._weights.show(self._token(context), packed_digest=False)
+        found = await self._weights.show(self._token(context))
         return json_body({"is_sleeping": any(status.asleep for status in found.values())})
 
     async def ReleaseMemory(self, request: HttpBody, context: Context) -> HttpBody:
@@ -386,15 +372,12 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     async def _on_memory(
         self, request: HttpBody, context: Context, message: str, do: OnMemory
     ) -> HttpBody:
-        token = self._token(context)
-        facts = call_facts(context, "memory")
-        body, _ = await self._bodies.parse(MemoryBody, or_empty(request), _same)
+        body, token = await self._order(MemoryBody, request, context)
         tags = [tag for tag in body.tags or SLEEP_TAGS if tag != "cuda_graph"]
         if tags:
             found = await do(tags, token)
         else:
-            found = await self._weights.show(token, packed_digest=False)
-        await begin_answer(context, facts.request_id)
+            found = await self._weights.show(token)
         return _answer(message, found)
 
     async def GenerateTokens(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
@@ -469,7 +452,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     async def ShowServer(
         self, request: dialects_pb2.ShowServerRequest, context: Context
     ) -> HttpBody:
-        found = await self._weights.show(self._token(context), packed_digest=False)
+        found = await self._weights.show(self._token(context))
         card = self._models.first.model
         return json_body(
             {
@@ -503,13 +486,13 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
             "parallel_config": {"data_parallel_size": 1},
         }
 
-    async def _body(self, kind: type[B], request: HttpBody, context: Context) -> B:
-        """Raises as `_token` before the body is read."""
-        self._token(context)
+    async def _order(self, kind: type[B], request: HttpBody, context: Context) -> tuple[B, str]:
+        """The body of an order, and the operators' token. Raises as `_token` before it is read."""
+        token = self._token(context)
         facts = call_facts(context, "weights")
         body, _ = await self._bodies.parse(kind, or_empty(request), _same)
         await begin_answer(context, facts.request_id)
-        return body
+        return body, token
 
     def _pickled(self, context: Context) -> WeftError:
         self._token(context)
