@@ -30,9 +30,9 @@ BYTECODE := $(VENV)/.bytecode-done
 ARGS ?=
 # Meshes whose tests pass on any device.
 ON_GPU := tests/mesh/adapters/test_adapters.py tests/mesh/faults/test_faults.py tests/mesh/faults/test_resumption.py
-# Meshes, many of whose tests wait for something, in two turns, beside two of the others, of which
-# those of services wait as well.
-TURNS := -n 4
+# Meshes, many of whose tests wait for something, in two turns, beside three of the others, of which
+# those of services wait as well: with fewer, two cores are idle at times.
+TURNS := -n 5
 # Some containers set it. Each process would compile all that it imports, torch as well: seconds of
 # each start, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE

@@ -280,7 +280,7 @@ def _repeated(items: list[pytest.Item]) -> set[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`pytest -n 4` runs four turns at a time, and the tests of a turn one after the other.
+    """`pytest -n 5` runs five turns at a time, and the tests of a turn one after the other.
     `--dist` names another way to share them.
     """
     if config.getoption("dist") != "load":
@@ -299,8 +299,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 MESH_TURNS = ("meshes", "other meshes")
 OTHER_MESHES = [
-    *("adapter_storm", "adapters", "observability", "resources", "security"),
-    *("store", "store_valkey", "tiers", "two_models"),
+    *("adapter_storm", "adapters", "hybrid", "observability", "ranks", "resources", "resumption"),
+    *("security", "store", "store_valkey", "tiers", "trainer", "two_models"),
 ]
 """Modules of tests/mesh with meshes of their own, half of the work: the rest shares some."""
 

@@ -246,11 +246,17 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted({*_LOCATIONS, *_FAMILIES, *points}))
 
 
+def _has_class(architecture: str) -> bool:
+    name = language_model_name(architecture)
+    # Entry points are read from the files of all installed distributions: milliseconds.
+    return name in _LOCATIONS or name in _FAMILIES or name in supported_architectures()
+
+
 def check_architecture(architecture: str, raw: Mapping[str, Any] | None = None) -> None:
     """Raises ModelError for an architecture that no class implements; imports no class. `raw`: the
     config.json, which may name a class in a file of its directory.
     """
-    if language_model_name(architecture) in supported_architectures():
+    if _has_class(architecture):
         return
     if not is_run_by_transformers(architecture, raw or {}):
         raise unsupported(architecture, supported_architectures())
@@ -260,7 +266,7 @@ def is_run_by_transformers(architecture: str, raw: Mapping[str, Any]) -> bool:
     """Whether transformers' modelling code, or code of the model's directory, computes an
     architecture, since no class here does.
     """
-    if language_model_name(architecture) in supported_architectures():
+    if _has_class(architecture):
         return False
     is_known = architecture in known_to_transformers() and missing_part(architecture) is None
     return is_known or bool(own_class(raw))

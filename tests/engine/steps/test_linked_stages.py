@@ -4,6 +4,7 @@ whole, and nothing waits for ever. The links here are threads in place of NCCL.
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import select
 import socket
@@ -13,15 +14,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, RanksLost
 from weft.engine.base.device_copies import Mark
 from weft.engine.parallel import linked_stages, nccl_links
 from weft.engine.parallel.host_group import HostGroup
-from weft.engine.parallel.linked_stages import LinkedStages
+from weft.engine.parallel.linked_stages import BorderRows, BroadcastStages, LinkedStages
 from weft.engine.parallel.nccl_links import interface_of, link_over_nccl
+from weft.engine.parallel.segment import Segment
+from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.engine.parallel.stage_links import StageEnds
+from weft.kernels.ops.peers.spec import LATE
 
 ROWS, WIDTH, DTYPE, CPU, LONG_S = 64, 16, torch.float32, torch.device("cpu"), 60.0
 
@@ -158,26 +163,83 @@ def test_captured_steps_read_and_write_fixed_memory(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As graphs do: both calls are seen once, and each replay has the rows of its own step."""
+    sizes = torch.randint(1, ROWS + 1, (20,)).tolist()
     with pair() as stages, ThreadPoolExecutor(1) as threads:
         monkeypatch.setattr(LinkedStages, "_is_capturing", True)
-        entered = stages.receive(ROWS)
-        fixed = rows_of(ROWS)
-        stages.first.send(fixed)
-        leaving = stages.first._going.fixed
-        assert torch.equal(leaving, fixed)
+        entered = [stages.receive(size) for size in sizes]
+        of_steps = list[tuple[BorderRows, BorderRows]]()
+        for size in sizes:
+            stages.receive(size)
+            stages.first.send(fixed := rows_of(size))
+            of_steps.append((stages.first.captured, stages.last.captured))
+            leaving = stages.first._going.fixed
+            assert torch.equal(leaving[:size], fixed)
         monkeypatch.setattr(LinkedStages, "_is_capturing", False)
-        sent = [rows_of(int(size)) for size in torch.randint(1, ROWS + 1, (20,))]
+        sent = [rows_of(size) for size in sizes]
 
         def replay() -> None:
-            for one in sent:
-                with stages.first.replaying(len(one)):
+            for one, (border, _) in zip(sent, of_steps, strict=True):
+                with stages.first.replaying(border):
                     leaving[: len(one)] = one
 
         done = threads.submit(replay)
-        for one in sent:
-            with stages.last.replaying(len(one)):
-                assert torch.equal(entered[: len(one)], one)
+        for one, own, (_, border) in zip(sent, entered, of_steps, strict=True):
+            with stages.last.replaying(border):
+                assert torch.equal(own, one)
         done.result(LONG_S)
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_all_ranks_of_a_stage_get_the_rows_of_its_link(
+    is_capturing: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the first alone has one; in steps that are captured the rows of each replay."""
+    size, sizes = 3, torch.randint(1, ROWS + 1, (9,)).tolist()
+    sent = [rows_of(size) for size in sizes]
+    segment = Segment.create(segment_bytes(size), "test")
+    with pair() as stages, ThreadPoolExecutor(size + 1) as threads:
+        monkeypatch.setattr(LinkedStages, "_is_capturing", property(lambda _: is_capturing))
+
+        def take(rank: int) -> list[torch.Tensor]:
+            peers = SharedGroup(segment, rank, size, LONG_S)
+            ranks = BroadcastStages(None if rank else stages.last, peers, CPU)
+            found = []
+            for count, one in zip(sizes, sent, strict=True):
+                if is_capturing and not rank:  # What a replay copies there before it begins.
+                    stages.last._coming.fixed[:count] = one
+                found.append(ranks.receive((count, WIDTH), DTYPE))
+            ranks.send(found[0])  # The last stage's first rank has no link after it.
+            return found
+
+        if not is_capturing:
+            threads.submit(lambda: [stages.first.send(one.clone()) for one in sent])
+        monkeypatch.setattr(stages.last, "send", lambda rows: None)
+        for future in [threads.submit(take, rank) for rank in range(size)]:
+            for found, one in zip(future.result(LONG_S), sent, strict=True):
+                assert torch.equal(found, one)
+
+
+def test_a_gpu_of_this_host_that_waits_for_too_long_ends_the_group() -> None:
+    """The kernels of ranks tell the host by the stop word of its ranks alone."""
+    segment = Segment.create(segment_bytes(2), "test")
+    with group_of(LONG_S) as group:
+        group.local = SharedGroup(segment, 0, 2, LONG_S, first_rank=2)
+        assert not group.is_stopped
+        ctypes.c_uint32.from_address(group.local.stop_address).value = LATE + 1
+        assert group.is_stopped
+        assert "rank 3 has not come to a sum" in group.reason
+        with pytest.raises(RanksLost, match="rank 3"):
+            group.post([np.zeros(1, np.int64)])
+        lost: list[str] = []
+        group.lose("its rows have not come", lambda: lost.append(group.reason))
+        assert "rank 3" in lost[0]
+
+
+def test_a_late_rank_of_one_of_several_stages_is_named_by_its_place() -> None:
+    group = SharedGroup(Segment.create(segment_bytes(6), "test"), 0, 6, LONG_S)
+    group.num_alike = 2
+    ctypes.c_uint32.from_address(group.stop_address).value = LATE + 1
+    assert "rank 1 or 3 or 5 has not come to a sum" in group.reason
 
 
 def test_a_stage_goes_on_while_nobody_takes_the_rows_of_two_steps(seed: int) -> None:

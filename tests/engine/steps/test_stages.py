@@ -48,7 +48,6 @@ LATE_S = 60.0
 """Time that a busy machine may take beyond a limit."""
 GREEDY = SamplingParams(temperature=0.0)
 FULL = pytest.mark.full
-HYBRID = ["linear_attention", "full_attention"] * 2
 TWO_SHAPES = ["sliding_attention", "full_attention"] * 2
 """Layers of which each of two stages has both kinds."""
 
@@ -172,15 +171,33 @@ def test_texts_with_a_draft_head_are_those_of_one_process(
     assert max(under_way) == count
 
 
+def enqueue_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = StagedExecutor.__init__
+
+    def begin_at_once(self: StagedExecutor, local: LocalExecutor, *others: Any) -> None:
+        local.facts = local.facts._replace(is_asynchronous=True)
+        begin(self, local, *others)
+        self._has_one_pool = True
+
+    monkeypatch.setattr(StagedExecutor, "__init__", begin_at_once)
+
+
 @FULL
-def test_as_many_drafts_are_accepted_as_in_one_process(tmp_path: Path, seed: int) -> None:
-    """Of one request after the other, since others in a step take from its drafts."""
+@pytest.mark.parametrize("waits", [True, False])
+def test_as_many_drafts_are_accepted_as_in_one_process(
+    waits: bool, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one request after the other, since others in a step take from its drafts. On GPUs rank 0
+    does not wait until it draws.
+    """
     make_tiny_mtp("glm", folder := tmp_path / "model", seed)
     make_cycle(folder, seed)
     prompts, found = random_prompts((5, 60, 33), 250), []
     stop = StopCriteria(max_tokens=40, ignore_eos=True)
     kinds = [GREEDY, SamplingParams(temperature=0.5, seed=random.randrange(1 << 60))]
     for count in (1, 2):
+        if count > 1 and not waits:
+            enqueue_at_once(monkeypatch)
         with make_llm(folder, drafter="mtp", num_pages=96, pp=count) as llm:
             asked = [(prompt, kind) for prompt in prompts for kind in kinds]
             texts = [llm.generate([prompt], kind, stop)[0].token_ids for prompt, kind in asked]
@@ -202,25 +219,21 @@ def test_no_free_page_is_read(tmp_path: Path, seed: int) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", pytest.param("none", marks=FULL)])
+@pytest.mark.parametrize(
+    "drafter", ["ngram", *(pytest.param(one, marks=FULL) for one in ("eagle3", "none"))]
+)
 def test_texts_are_the_same_where_the_last_stage_does_not_wait(
     drafter: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on GPUs, where each step is enqueued when it is launched."""
-    begin = StagedExecutor.__init__
-
-    def begin_at_once(self: StagedExecutor, local: LocalExecutor, *others: Any) -> None:
-        local.facts = local.facts._replace(is_asynchronous=True)
-        begin(self, local, *others)
-        self._has_one_pool = True
-
-    folder = make_tiny("llama", tmp_path, seed, tokenizer=True, vocab_size=VOCAB)
+    folder = make_tiny("llama", tmp_path / "model", seed, tokenizer=True, vocab_size=VOCAB)
+    head = make_tiny_draft(tmp_path / "head", folder, seed + 1) if drafter == "eagle3" else None
     prompts = random_prompts((5, 90, 41, 77, 12))
-    kinds = sampled(len(prompts))
-    with make_llm(folder, drafter=drafter) as llm:
+    kinds, settings = sampled(len(prompts)), {"drafter": drafter, "draft_dir": head}
+    with make_llm(folder, **settings) as llm:
         alone = run(llm, prompts, kinds)
-    monkeypatch.setattr(StagedExecutor, "__init__", begin_at_once)
-    with make_llm(folder, pp=2, drafter=drafter) as llm:
+    enqueue_at_once(monkeypatch)
+    with make_llm(folder, pp=2, **settings) as llm:
         under_way = most_under_way(llm)
         assert run(llm, prompts, kinds) == alone
     assert max(under_way) == 2
@@ -389,7 +402,7 @@ class NotedStages:
         self.facts = ExecutorFacts(PAGE, (), is_asynchronous=True)
         self.page_table, self.window_tables = PageTable(2, 4, keeps_changes=True), ()
         self.device_pages = SimpleNamespace(is_whole=False)
-        self.group = self
+        self.group, self.chains = self, None
 
     def post(self, frame: Any) -> None:
         self.told.append(f"all: {type(decode(np.concatenate(frame, dtype=np.int64))).__name__}")
@@ -436,20 +449,15 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
         LLM(folder, host_rank=1)
     with pytest.raises(ConfigError, match="rendezvous = : must be host:port of host 0"):
         LLM(folder, pp=2, hosts=2)
-    with pytest.raises(ConfigError, match="1 on GPUs with tp"):
-        LLM(folder, pp=2, tp=2, device="cuda")
+    hosts = {"pp": 2, "hosts": 2, "rendezvous": "localhost:29600", "tp": 2, "device": "cuda"}
+    with pytest.raises(ConfigError, match="1 on GPUs with tp and adapters"):
+        LLM(folder, enable_lora=True, **hosts)
+    with pytest.raises(ConfigError, match="one device, or one for each of 2 ranks"):
+        LLM(folder, **hosts | {"device": "cuda:0,cuda:1,cuda:2,cuda:3"})
+    with pytest.raises(ConfigError, match="1 on GPUs with pp"):
+        LLM(folder, pp=2, tp=2, dcp=2, device="cuda")
     with pytest.raises(ConfigError, match="1 or 2 on GPUs of one host"):
         LLM(folder, pp=3, device="cuda")
-    for name, settings in (
-        ("1 on GPUs with adapters", {"enable_lora": True}),
-        ("1 on GPUs of workers whose pages leave", {"host_cache_bytes": 1 << 20}),
-    ):
-        hosts = {"pp": 2, "hosts": 2, "rendezvous": "localhost:29600", "device": "cuda"}
-        with pytest.raises(ConfigError, match=name):
-            LLM(folder, **hosts | settings)
-    hybrid = make_family("qwen3_next", tmp_path / "hybrid", 0, layer_types=HYBRID)
-    with pytest.raises(ConfigError, match="1 on GPUs for models with recurrent layers"):
-        LLM(hybrid, pp=2, device="cuda", host_cache_bytes=1 << 20)
     sizes = {layer: {"head_dim": 32, "num_key_value_heads": 1} for layer in ("1", "3")}
     fields = {"layer_types": TWO_SHAPES, "per_layer_config": sizes}
     shapes = make_family("gemma4-keys", tmp_path / "shapes", 0, **fields)
@@ -457,8 +465,7 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
         LLM(shapes, pp=2, device="cuda", host_cache_bytes=1 << 20, language_model_only=True)
     head = make_tiny_draft(tmp_path / "head", folder, 1)
     for name, settings in (
-        ("1 with tp and a draft head", {"tp": 2}),
-        ("1 on GPUs with a draft head", {"device": "cuda"}),
+        ("1 on a CPU with tp and a draft head", {"tp": 2}),
         ("1 with draft_width > 1", {"drafter": "eagle3", "draft_width": 2}),
     ):
         with pytest.raises(ConfigError, match=name):

@@ -6,7 +6,7 @@ import ctypes
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from weft.contract.weights import GpuAllocation
 from weft.pages.transfer import device_memory, device_ranges
-from weft.pages.transfer.device_ranges import allocations_of, read_ranges
+from weft.pages.transfer.device_ranges import ForeignRanges, allocations_of
 from weft.pages.transfer.nixl_ranges import MemoryRange
 from weft.pages.transfer.nixl_wire import TransferError
 
@@ -102,6 +102,13 @@ def _pairs(driver: Driver, sizes: list[int]) -> list[tuple[MemoryRange, MemoryRa
     return found
 
 
+def _read(
+    allocations: list[GpuAllocation], pairs: list[tuple[MemoryRange, MemoryRange]], **options: Any
+) -> None:
+    with closing(ForeignRanges(allocations, 0)) as memory:
+        memory.read(pairs, **{"stall_s": 20.0, **options})
+
+
 def _bytes(one: MemoryRange) -> bytes:
     return ctypes.string_at(one.address, one.num_bytes)
 
@@ -115,7 +122,7 @@ def test_ranges_come_and_nothing_beside_them(
     assert len(allocations) == 9
     before = {begin: memory.copy() for begin, memory in driver.allocations.items()}
     told = list[int]()
-    read_ranges(allocations, pairs, stall_s=20.0, report=told.append)
+    _read(allocations, pairs, report=told.append)
     assert told[-1] == sum(own.num_bytes for own, _ in pairs)
     assert told == sorted(told)
     assert not driver.opened
@@ -138,7 +145,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(driver: Driver)
         told: list[GpuAllocation], asked: list[tuple[MemoryRange, MemoryRange]], why: str
     ) -> None:
         with pytest.raises(TransferError, match=why) as found:
-            read_ranges(told, asked, stall_s=20.0)
+            _read(told, asked)
         assert not found.value.may_still_arrive
         assert _bytes(own) == before
         assert not driver.opened
@@ -167,7 +174,7 @@ def test_a_caller_that_fails_meanwhile_waits_for_the_copies(
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        read_ranges(allocations, pairs, stall_s=20.0, report=fail)
+        _read(allocations, pairs, report=fail)
     assert opened_at_poll == [1] * len(pairs)
     assert not driver.opened
 
@@ -177,7 +184,7 @@ def test_a_gpu_that_hangs_keeps_the_memory_open(driver: Driver) -> None:
     allocations = allocations_of([theirs for _, theirs in pairs])
     driver.is_stalled = True
     with pytest.raises(TransferError, match="copied nothing") as found:
-        read_ranges(allocations, pairs, stall_s=0.01)
+        _read(allocations, pairs, stall_s=0.01)
     assert found.value.may_still_arrive
     assert driver.opened
 

@@ -112,5 +112,6 @@ def test_an_update_may_be_read_by_way_of_the_host(tmp_path: Path) -> None:
     model, fresh = (load_model(one, "bfloat16", "cuda:0") for one in (first, second))
     sent = model.refit.expect()
     sent.put({name: one.to("cuda:0") for name, one in tensors_of(second).items()})
+    sent.complete()
     model.refit.from_sent(sent)
     assert model.refit.packed_digest() == fresh.refit.packed_digest()

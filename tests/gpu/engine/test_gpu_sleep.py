@@ -11,6 +11,7 @@ import torch
 from weft.contract.errors import ConfigError, WeightsIncomplete
 from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
+from weft.testing.engine.ranked_texts import gpus_of_ranks
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.needs("cuda")
@@ -98,9 +99,8 @@ def test_dropped_weights_are_those_of_the_next_update(tmp_path: Path) -> None:
 
 
 def test_ranks_sleep_together(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with LLM(model(tmp_path / "m", 3), tp=2, sleep_host_bytes=0, **SETTINGS) as llm:
+    two = SETTINGS | {"tp": 2, "device": gpus_of_ranks(2)}
+    with LLM(model(tmp_path / "m", 3), sleep_host_bytes=0, **two) as llm:
         right = texts(llm)
         for _ in range(3):
             assert llm.sleep(tags=["weights"]).asleep == ["weights"]

@@ -1,9 +1,10 @@
-"""Weights that a trainer on another GPU broadcasts over NCCL, in both of the trainers' forms. Needs
-two GPUs.
+"""Weights that a trainer on another GPU, if there is one, broadcasts over NCCL, in both of the
+trainers' forms.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from weft.contract.errors import GroupFailed, WeightsIncomplete
 from weft.contract.request import StopCriteria
 from weft.contract.weights import WeightGroup
 from weft.engine.loop.llm import LLM
+from weft.testing.engine.nccl_members import one_of_two
 from weft.testing.models.senders import described, free_port, tensors_of
 from weft.testing.models.tiny_models import make_tiny
 
@@ -36,7 +37,7 @@ from weft.engine.parallel.nccl import Communicator, _Id
 from weft.testing.models.senders import tensors_of
 
 form, port, folder, share = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
-device = torch.device("cuda:1")
+device = torch.device("cuda", torch.cuda.device_count() - 1)
 torch.cuda.set_device(device)
 sent = [one.to(device) for one in tensors_of(folder).values()]
 if form == "vllm":
@@ -64,9 +65,9 @@ signal.pause()
 
 
 @pytest.fixture(autouse=True)
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a GPU for each member")
+def member(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in one_of_two("worker").items():
+        monkeypatch.setenv(name, value)
 
 
 def trainer(form: str, port: int, folder: Path, share: float = 1.0) -> subprocess.Popen[str]:
@@ -75,6 +76,7 @@ def trainer(form: str, port: int, folder: Path, share: float = 1.0) -> subproces
         [sys.executable, "-c", script, form, str(port), str(folder), str(share)],
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | one_of_two("trainer"),
     )
 
 

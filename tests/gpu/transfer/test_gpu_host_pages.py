@@ -1,22 +1,20 @@
-"""Pages and adapters of stages on GPUs of several hosts, which are processes of this machine. Needs
-two GPUs.
-"""
+"""Pages and adapters of stages on GPUs of several hosts, which are processes of this machine."""
 
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from weft.engine.base.config import Role
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.other_hosts import other_hosts
-from weft.testing.engine.ranked_pages import PAGE, SIZES, new_prompt
+from weft.testing.engine.ranked_pages import PAGE, SIZES, new_prompt, ranked_pages
 from weft.testing.engine.ranked_texts import (
     adapted_texts,
+    gpus_of_ranks,
     make_llm,
     make_model,
     random_prompts,
@@ -28,14 +26,15 @@ from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
-DEVICES = ("cuda:0", "cuda:1")
 WITH_NIXL = pytest.param("nixl", True, marks=pytest.mark.needs("nixl"))
 
 
-@pytest.fixture(autouse=True)
-def two_gpus() -> None:
-    if torch.cuda.device_count() < len(DEVICES):
-        pytest.skip("NCCL needs a GPU for each of two stages")
+def on_two_hosts(
+    folder: Path, role: Role = "decode", tp: int = 1
+) -> AbstractContextManager[dict[str, Any]]:
+    """Hosts with several ranks share the GPUs."""
+    devices = gpus_of_ranks(2).split(",") if tp == 1 else [gpus_of_ranks(tp)] * 2
+    return other_hosts(folder, 2, devices=devices, role=role, tp=tp)
 
 
 def make_kind(kind: str, folder: Path) -> Path:
@@ -57,8 +56,8 @@ def test_a_prompt_is_shipped_to_and_from_several_hosts(
     clock = ManualClock()
     with ExitStack() as stack:
         role: Role = "decode" if owns else "prefill"
-        hosts = stack.enter_context(other_hosts(folder, 2, devices=DEVICES, role=role))
-        one = settings | {"device": DEVICES[0]}
+        hosts = stack.enter_context(on_two_hosts(folder, role))
+        one = settings | {"device": "cuda:0"}
         of_owner, of_filler = (settings | hosts, one) if owns else (one, settings | hosts)
         pair = EnginePair(
             make_engine(folder, "decode", clock, **of_owner),
@@ -77,10 +76,37 @@ def test_pages_of_all_hosts_come_back_from_host_memory_and_disk(kind: str, tmp_p
     tiers = {"num_pages": 64, "host_cache_bytes": 1 << 20, "load_back_threshold": 0}
     tiers |= {"disk_cache_dir": tmp_path / "disk", "checkpoint_tokens": 4 * PAGE}
     with ExitStack() as stack:
-        hosts = stack.enter_context(other_hosts(folder, 2, devices=DEVICES))
+        hosts = stack.enter_context(on_two_hosts(folder))
         bench = TierBench(folder, 40 * PAGE, **SIZES | tiers | hosts)
         stack.callback(bench.pair.close)
         bench.check_return(new_prompt(19))
+
+
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+@pytest.mark.parametrize("owns", [True, False])
+def test_a_prompt_is_shipped_to_and_from_hosts_of_two_ranks(
+    owns: bool, kind: str, tmp_path: Path
+) -> None:
+    folder = make_kind(kind, tmp_path / "model")
+    settings: dict[str, Any] = {"transport": "data", "checkpoint_tokens": 4 * PAGE}
+    with on_two_hosts(folder, "decode" if owns else "prefill", tp=2) as hosts:
+        one, two = settings | {"device": "cuda:0"}, settings | hosts
+        found = ranked_pages("shipped", folder, *((two, one) if owns else (one, two)))
+    assert found["failures"] == ["", "", ""]
+    assert found["tokens"] == [6 * PAGE] * 3
+    assert found["shipped"] == found["alone"]
+    assert found["after"] == found["longer"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+def test_pages_of_hosts_of_two_ranks_come_back_from_tiers(kind: str, tmp_path: Path) -> None:
+    folder = make_kind(kind, tmp_path / "model")
+    with on_two_hosts(folder, tp=2) as hosts:
+        found = ranked_pages("tiers", folder, hosts | {"checkpoint_tokens": 4 * PAGE})
+    assert found["again"] == found["alone"]
+    assert found["after"] == found["longer"]
+    assert found["corrupt"] == 0
+    assert sum(found["loaded"]) > 0
 
 
 def test_tokens_with_adapters_are_those_of_one_gpu(tmp_path: Path) -> None:
@@ -93,10 +119,10 @@ def test_tokens_with_adapters_are_those_of_one_gpu(tmp_path: Path) -> None:
     prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
     settings = {"enable_lora": True, "max_loras": 2, "lora_memory_bytes": 8 << 20}
     settings |= {"drafter": "none", "num_pages": 120}
-    with make_llm(folder, device=DEVICES[0], **settings) as llm:
+    with make_llm(folder, device="cuda:0", **settings) as llm:
         alone = adapted_texts(llm, prompts, adapters)
     with (
-        other_hosts(folder, 2, devices=DEVICES) as hosts,
+        on_two_hosts(folder) as hosts,
         make_llm(folder, **settings | hosts) as llm,
     ):
         assert adapted_texts(llm, prompts, adapters) == alone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError
@@ -15,6 +17,8 @@ from weft.engine.model.loader import LoadedModel
 from weft.engine.sampling.device_check import device_sampler_fault
 from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.kernels.shared.cpu import native_cpu, native_cpu_missing
+
+logger = logging.getLogger(__name__)
 
 
 def find_device(config: EngineConfig) -> torch.device:
@@ -118,4 +122,6 @@ def sampling_device(
     fault = device_sampler_fault(model.num_embeddings, device)
     if fault is None:
         return device, []
-    return None, [f"tokens are drawn on the host, which takes longer: {fault}"]
+    problem = f"tokens are drawn on the host, which takes longer: {fault}"
+    logger.warning(problem)
+    return None, [problem]

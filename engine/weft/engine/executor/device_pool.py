@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
-from weft.engine.base.device_copies import on_stream
+from weft.engine.base.device_copies import on_host, on_stream
 from weft.engine.transfer.device_pages import DevicePages, Pages
 from weft.engine.transfer.staging_memory import register, unpin
+from weft.kernels.ops.pages import page_index
 from weft.pages.transfer.digest import digest_pages
 
 _NULL_PAGE = 0
@@ -135,8 +136,8 @@ class DevicePool:
             return digest
 
     def _digests(self, pages: Sequence[int]) -> list[int]:
-        numbers = torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
-        found: list[int] = self._pages.digests(numbers).cpu().numpy().view(np.uint64).tolist()
+        numbers = page_index(pages, self._pages.device)
+        found: list[int] = on_host(self._pages.digests(numbers)).numpy().view(np.uint64).tolist()
         return found
 
 

@@ -25,7 +25,7 @@ from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.encoder_config import tells_texts_apart
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import ConfigError
-from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
+from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS, EngineConfig
 from weft.engine.base.layer_waits import LayerWaits
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.device_inputs import DeviceInputs
@@ -34,8 +34,9 @@ from weft.engine.executor.media_inputs import MediaInputs
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.step_input import StepInput
-from weft.engine.model.interface import Model
-from weft.engine.parallel.linked_stages import LinkedStages
+from weft.engine.model.interface import Model, can_capture
+from weft.engine.model.loader import LoadedModel
+from weft.engine.parallel.linked_stages import BorderRows, LinkedStages
 from weft.kernels.ops.attention import is_faster_by_lengths, is_faster_when_cold
 from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata
 from weft.kernels.ops.latent_attention import is_faster_uncompressed
@@ -240,6 +241,13 @@ def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> l
         for size in sizes
         for bound in sorted(bounds | {1} if size <= MAX_LONE_ROWS else bounds)
     ]
+
+
+def captures_steps(config: EngineConfig, loaded: LoadedModel) -> bool:
+    """Whether steps run as captured graphs. All ranks ask together: some models try a pass."""
+    if not (config.is_on_gpu and config.cuda_graphs) or loaded.config.attends_to_clips:
+        return False
+    return can_capture(loaded.model)
 
 
 def captures_media(config: ModelConfig, *, has_states: bool) -> bool:
@@ -457,6 +465,7 @@ class StepGraphs:
         self._inputs = inputs
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[GraphBucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._border_rows: dict[GraphBucket, BorderRows] = {}
         self._types = self.new_types(buckets, pool.device)
         self.buckets = GraphBuckets(model.config, buckets)
         self.bytes_of_each: list[int] = []
@@ -567,7 +576,8 @@ class StepGraphs:
 
     def _replay(self, bucket: GraphBucket) -> torch.Tensor:
         graph, hidden = self._graphs[bucket]
-        with nullcontext() if self._beside is None else self._beside.replaying(bucket.tokens):
+        beside = self._beside
+        with nullcontext() if beside is None else beside.replaying(self._border_rows[bucket]):
             graph.replay()
         return hidden
 
@@ -603,6 +613,8 @@ class StepGraphs:
     def _capture(self, bucket: GraphBucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         self.send_nothing(bucket)
         graph, hidden = self.capture(lambda: self._forward(bucket))
+        if self._beside is not None:
+            self._border_rows[bucket] = self._beside.captured
         with torch.inference_mode():
             # The LM head is not captured here, since its results are large, but its kernels are
             # compiled.

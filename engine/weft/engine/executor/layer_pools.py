@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.contract.layout import CacheLayout, LayerSlices
+from weft.engine.base.device_copies import on_host
 from weft.engine.base.layer_waits import DeviceWaits, HostWaits, layer_groups
 from weft.engine.executor.device_pool import DevicePool
 from weft.engine.model.interface import Model, waits_for_layers
@@ -115,7 +116,7 @@ class DeviceLayers:
     def digests(self, pages: Sequence[int]) -> list[int]:
         with torch.cuda.stream(self._stream):
             numbers = page_index(pages, self._pool.device)
-            found = self._pages.digests(numbers).cpu().numpy()
+            found = on_host(self._pages.digests(numbers)).numpy()
         digests: list[int] = found.view(np.uint64).tolist()
         return digests
 

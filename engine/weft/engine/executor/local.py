@@ -16,7 +16,7 @@ from weft.checkpoint.encoder_config import tells_texts_apart
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout, num_ring_rows
-from weft.engine.base.device_copies import Mark
+from weft.engine.base.device_copies import Mark, on_host
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.alignment import Aligner, Alignments
 from weft.engine.executor.device_inputs import DeviceInputs
@@ -226,7 +226,7 @@ class LocalExecutor:
         """Arrays of the step that is launched next, if they were needed before."""
         self._model = model
         self._peers = peers
-        self._has_logits = has_logits and model.config.head == "tokens"
+        self.has_logits = has_logits and model.config.head == "tokens"
         self.gather: Gather | None = None
         """For steps whose rows ranks divide; None: there are none."""
         self.stages: DeviceStages | None = None
@@ -349,7 +349,7 @@ class LocalExecutor:
                     on_capture,
                     self.rotations,
                     self.media_inputs(buckets),
-                    has_logits=self._has_logits,
+                    has_logits=self.has_logits,
                     late=self._late,
                     beside=beside_stages,
                 )
@@ -393,8 +393,8 @@ class LocalExecutor:
         if self._inputs is None and self.device_pages.is_whole:
             found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
             return found
-        numbers = torch.tensor(pages, dtype=torch.int64, device=self.device_pages.device)
-        found = self.device_pages.digests(numbers).cpu().numpy().view(np.uint64).tolist()
+        numbers = page_index(pages, self.device_pages.device)
+        found = on_host(self.device_pages.digests(numbers)).numpy().view(np.uint64).tolist()
         return found
 
     def page_pool(self) -> PagePool:
@@ -548,7 +548,7 @@ class LocalExecutor:
         Raises:
             ConfigError: There is not enough memory.
         """
-        if not self._has_logits:
+        if not self.has_logits:
             return
         if self.graphs is not None and self._inputs is not None:
             parts = (self._model, self.graphs, self._inputs, self._keeper)
@@ -589,9 +589,10 @@ class LocalExecutor:
         """Makes the devices of all ranks wait for one another; of stages, those of later ones for
         earlier ones.
         """
-        meets = self._peers or self.gather or self.stages
-        assert meets is not None, "there are no other ranks"
-        meets.meet()
+        meets = [one for one in (self.stages, self._peers or self.gather) if one is not None]
+        assert meets, "there are no other ranks"
+        for one in meets:
+            one.meet()
 
     def mark(self) -> Mark:
         return Mark(self.device)
@@ -601,7 +602,7 @@ class LocalExecutor:
         hidden], in a process without an LM head; None if no row draws.
         """
         hidden, _ = self._hidden(arrays)
-        if not self._has_logits:
+        if not self.has_logits:
             return hidden if hidden.shape[0] else None
         return self._logits(hidden, arrays) if hidden.shape[0] else None
 
@@ -754,7 +755,7 @@ class LocalExecutor:
         """
         assert self._inputs is not None
         graphs = StepGraphs(
-            self._model, self.pool, self._inputs, buckets, has_logits=self._has_logits
+            self._model, self.pool, self._inputs, buckets, has_logits=self.has_logits
         )
         return graphs.bytes_of_each
 

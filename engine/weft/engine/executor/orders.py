@@ -163,7 +163,7 @@ class ReceiveWeights(NamedTuple):
 
     group: str
     tensors: str
-    """Rows of name, dtype and shape, in JSON."""
+    """From `encode_tensors`."""
     packed_bytes: int
     """As in `WeightGroup`; -1: as the group's."""
     ends: bool

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from weft.checkpoint.config import ModelConfig
 from weft.contract.layout import RoutePlane
+from weft.engine.base.device_copies import on_host
 from weft.engine.model.step import RouteMemory
 from weft.kernels.ops.pages import page_index
 
@@ -64,7 +65,7 @@ class PageRoutes:
             found = self._taken(wanted)
         else:
             with torch.cuda.stream(self._stream):
-                found = self._taken(wanted).cpu()
+                found = on_host(self._taken(wanted))
         numbers = found.flatten(0, 1).numpy().view(f"<u{plane.number_bytes}")
         numbers = numbers[begin - first * size : end - first * size]
         out = np.zeros((len(numbers), plane.all_layers, plane.top_k), numbers.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +40,7 @@ from weft.engine.executor.drafts.build import (
 )
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.expert_counts import ExpertCounts
-from weft.engine.executor.graphs import Progress
+from weft.engine.executor.graphs import Progress, captures_steps
 from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor, RankPool
 from weft.engine.executor.media_warm_up import warm_up_media
@@ -103,7 +104,7 @@ from weft.engine.loop.combinations import (
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.loop.pools import Pools, captures_steps, describe_context, size_pools
+from weft.engine.loop.pools import Pools, describe_context, size_pools
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.refit import Refit
@@ -133,6 +134,8 @@ if TYPE_CHECKING:
 
 SIZING_TIMEOUT_S = 600.0
 """Longest wait for other engines that start on the same GPU."""
+logger = logging.getLogger(__name__)
+
 _LOADING = "loading the model"
 _COPYING = "copying the model from a worker"
 MAX_SWITCH_S = 5e-4
@@ -241,7 +244,7 @@ def _load_parts(
 ) -> EngineComponents:
     peers = None if ranks is None else peers_of(ranks, config, device)
     context = None if ranks is None else context_peers_of(ranks, config, device)
-    stages = None if ranks is None else link_stages(ranks, config, device)
+    stages = None if ranks is None else link_stages(ranks, config, device, peers)
     sleep = sleep_memory(config, device)
     with sleep.loading():
         models = _load_models(config, model, device, ranks, peers, progress, group)
@@ -294,7 +297,8 @@ def _load_parts(
     ranked: RankedExecutor | StagedExecutor | ContextExecutor | LockstepExecutor | None = None
     if ranks is not None and config.pp > 1:
         hosts = ranks.memory if isinstance(ranks, HostRanks) else None
-        ranked = StagedExecutor(executor, ranks, lanes_of(config), hosts)
+        lanes_and_hosts = lanes_of(config), hosts
+        ranked = StagedExecutor(executor, ranks, *lanes_and_hosts, _device_peers(peers))
     elif ranks is not None and config.cp > 1:
         progress(0, 0, "timing divided prompts")
         least = least_divided(config, executor, ranks)
@@ -335,7 +339,7 @@ def _load_parts(
             lora,
             wake,
             on_order,
-            ranked.chains if isinstance(ranked, RankedExecutor) else executor.chains,
+            (ranked if isinstance(ranked, RankedExecutor | StagedExecutor) else executor).chains,
             (ranked or executor).page_table,
             draws_on_device=draws_on is not None,
         )
@@ -404,11 +408,14 @@ def _load_parts(
     is_alone = ranked is None or group is not None
     by_layer = executor.layer_pool if is_alone else None
     tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin)
+    slower = [*missing_native(device), *slower_latents(config, loaded, device)]
+    for problem in slower:
+        logger.warning(problem)
     notices = [
         *(*plane.notices, *pools.notices, *shards),
         *([] if lora is None else [lora.limits.describe()]),
-        *(*faults, *missing_native(device), *slower_latents(config, loaded, device)),
-        *(*wider_experts(loaded, device), *describe_drafts(config, layout), *promise),
+        *(*faults, *slower, *wider_experts(loaded, device)),
+        *(*describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_pieces),
         *describe_store(config, layout),
@@ -571,7 +578,7 @@ def _make_executor(
         max_tokens,
         device,
         max_step_tokens=_max_step_tokens(config, models),
-        cuda_graphs=device.type == "cuda" and captures_steps(config, models.loaded),
+        cuda_graphs=captures_steps(config, models.loaded),
         lora=lora,
         drafted=models.drafted,
         max_drafts=config.most_drafts,
@@ -627,7 +634,7 @@ def _sleeping_beside(
     found = [tensor for _, tensor in loaded.packed.tensors()]
     if is_alone:
         roots = (loaded.heads, lora, models.drafted)
-        found += [tensor for root in roots if root is not None for _, tensor in tensors_of(root)]
+        found += [tensor for root in roots if root is not None for tensor in tensors_of(root)]
     return found if draft is None else [*found, *draft.tensors()]
 
 

@@ -150,15 +150,12 @@ def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
         ),
         (
             "drafter",
-            config.tp > 1 and config.is_on_gpu and config.moves_pages and config.drafter == "mtp",
+            config.num_ranks > 1
+            and config.is_on_gpu
+            and config.moves_pages
+            and config.drafter == "mtp",
             "none or ngram with several GPUs for models with recurrent layers whose pages leave "
             "the worker",
-        ),
-        (
-            "pp",
-            config.pp > 1 and config.is_on_gpu and config.moves_pages,
-            "1 on GPUs for models with recurrent layers whose pages leave the worker, which no one "
-            "has seen yet",
         ),
         (
             "drafter",

@@ -11,6 +11,7 @@ from weft.contract.layout import CacheLayout
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.build import tree_rows
+from weft.engine.executor.graphs import captures_steps
 from weft.engine.executor.memory_plan import (
     MIN_PAGES,
     MemoryNeeds,
@@ -24,7 +25,6 @@ from weft.engine.executor.memory_plan import (
 )
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.share import num_media_rows, with_media_rows
-from weft.engine.model.interface import can_capture
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank, num_pages_here, num_pages_of_all
 
@@ -135,11 +135,6 @@ def size_pools(
         why = config.keeps_windows or f"{model.architecture} has one page group"
         plan.append(f"pages are kept behind sliding windows: {why}")
     return Pools(num_pages, tuple(num_pieces), num_draft_pages, plan)
-
-
-def captures_steps(config: EngineConfig, loaded: LoadedModel) -> bool:
-    """Whether a GPU runs steps as captured graphs."""
-    return config.cuda_graphs and not loaded.config.attends_to_clips and can_capture(loaded.model)
 
 
 def _measure(

@@ -75,6 +75,7 @@ def load_report(wired: EngineWiring) -> LoadReport:
             state=weights.state,
             pause=weights.pause,
             num_updates=weights.num_updates,
+            problem=weights.problem if weights.state == "failed" else "",
         ),
     )
     report.experts = wired.experts.balance

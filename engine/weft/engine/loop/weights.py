@@ -53,11 +53,12 @@ from weft.engine.executor.orders import (
 )
 from weft.engine.executor.port import Executor
 from weft.engine.executor.rank_jobs import RankResult
-from weft.engine.executor.refits import AS_GROUP, WeightRefits, encode_group, encode_tensors
+from weft.engine.executor.refits import AS_GROUP, WeightRefits, encode_group
 from weft.engine.loop.groups import RequestGroups
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing, failure_of
 from weft.engine.loop.sleep import SleepControl
+from weft.engine.model.weights.announced import encode_tensors
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.pages.fills.filler import Filler
 

@@ -113,6 +113,7 @@ class DevicePeers:
         ranks: The process group by which torch knows the ranks, from `join`.
         width: Entries of a row of the residual stream.
         agree: Waits until all ranks have reached a phase, and raises the error of another rank.
+        tp: So many consecutive ranks add up sums, those of a stage; None: all ranks.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -129,11 +130,15 @@ class DevicePeers:
         dtype: torch.dtype,
         columns: int,
         agree: Callable[[str], object],
+        tp: int | None = None,
     ) -> None:
-        self.rank, self.size = group.rank, group.size
+        self.size = group.size if tp is None else tp
+        self.rank = group.rank % self.size
+        first = group.rank - self.rank
+        self._members = slice(first, first + self.size)
         self.width: int | None = width
         self.pages: PageRanks | None = None
-        self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
+        self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks)[self._members])}"
         """How partial sums are added up, in words."""
         self._group, self._device = group, device
         self.mapped = MappedMemory(device, ranks, agree)
@@ -178,11 +183,11 @@ class DevicePeers:
         )
 
     def _map(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of zeros on this rank, and the addresses at which this process has all ranks'
-        memory.
+        """Memory of zeros on this rank, and the addresses at which this process has that of the
+        ranks with which it adds up sums.
         """
         memory, handle = self.mapped.map(num_bytes)
-        pointers = [int(pointer) for pointer in handle.buffer_ptrs]
+        pointers = [int(pointer) for pointer in list(handle.buffer_ptrs)[self._members]]
         return memory, torch.tensor(pointers, dtype=torch.int64, device=self._device)
 
     def divide_pages(self, size: int, heads: int, dim: int, value_dim: int, itemsize: int) -> None:

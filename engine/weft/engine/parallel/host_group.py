@@ -49,7 +49,7 @@ class HostGroup:
         self._has_done = threading.Condition()
         self.why: Callable[[], str] = lambda: "the group was stopped"
         """Returns the reason why the group has ended, for error messages."""
-        self.is_stopped = False
+        self._has_ended = False
         self.limit_s = limit_s
         self.limit(limit_s)
 
@@ -61,7 +61,13 @@ class HostGroup:
             end_when_lost(end, seconds)
 
     @property
+    def is_stopped(self) -> bool:
+        return self._has_ended or (self.local is not None and self.local.is_stopped)
+
+    @property
     def reason(self) -> str:
+        if not self._has_ended and self.local is not None and self.local.is_stopped:
+            return self.local.reason  # A GPU of this host has waited for too long.
         return self.why()
 
     def post(self, parts: Sequence[Int64Array | Int32Array]) -> None:
@@ -152,7 +158,7 @@ class HostGroup:
 
     def stop(self) -> None:
         """Ends the group: from now on every wait of every rank fails. Any thread may call this."""
-        self.is_stopped = True
+        self._has_ended = True
         with self._has_done:
             self._has_done.notify_all()
         if self.local is not None:
@@ -163,17 +169,21 @@ class HostGroup:
 
     def lose(self, why: str, wake: Callable[[], None]) -> None:
         """Ends the group for this reason and calls `wake`, unless it has ended."""
-        if not self.is_stopped:
-            self.why = lambda: why
-            self.stop()
+        if not self._has_ended:
+            self._end(why)
             wake()
 
     def fail(self, why: str) -> NoReturn:
         """Ends the group for this reason. Raises RanksLost."""
-        if not self.is_stopped:
-            self.why = lambda: why
-        self.stop()
+        if not self._has_ended:
+            self._end(why)
         raise RanksLost(why)
+
+    def _end(self, why: str) -> None:
+        if self.local is not None and self.local.is_stopped:
+            why = self.local.reason
+        self.why = lambda: why
+        self.stop()
 
     def await_loss(self, limit_s: float) -> Sequence[int]:
         """Waits in another thread until the connection of some rank is lost, and returns these

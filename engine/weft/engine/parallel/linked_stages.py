@@ -13,12 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from weft.contract.errors import GroupFailed, RanksLost
 from weft.engine.base.device_copies import Mark
 from weft.engine.parallel.host_group import HostGroup
+from weft.kernels.ops.peers.spec import Peers
 
 _LOOK_S = 0.02
 _REASON_S = 2.0
@@ -47,6 +48,15 @@ class RowsLink(Protocol):
         ...
 
 
+class BorderRows(NamedTuple):
+    """Rows that come to a step of a stage and that go on from it: padding, and states of earlier
+    layers, count.
+    """
+
+    coming: int
+    going: int
+
+
 class _Places:
     """Room for the rows of two steps, used in turns."""
 
@@ -58,6 +68,8 @@ class _Places:
         self._turn = 0
         self.fixed = torch.zeros((rows, width), dtype=dtype, device=device)
         """What captured steps read or write."""
+        self.num_captured = 0
+        """Rows of the step that was captured last."""
         self.name = name
         """The stage at the other end."""
 
@@ -113,6 +125,7 @@ class LinkedStages:
         assert self._coming is not None, "the first stage receives nothing"
         assert dtype == self._coming.fixed.dtype
         if self._is_capturing:
+            self._coming.num_captured = shape[0]
             return self._coming.fixed[: shape[0]]
         out = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         self._take(out)
@@ -121,20 +134,27 @@ class LinkedStages:
     def send(self, stream: torch.Tensor) -> None:
         assert self._going is not None, "the last stage sends nothing"
         if self._is_capturing:
+            self._going.num_captured = stream.shape[0]
             self._going.fixed[: stream.shape[0]].copy_(stream)
         else:
             self._hand_on(stream)
 
+    @property
+    def captured(self) -> BorderRows:
+        """Of the step that was captured last."""
+        ends = self._coming, self._going
+        return BorderRows(*(0 if end is None else end.num_captured for end in ends))
+
     @contextlib.contextmanager
-    def replaying(self, num_rows: int) -> Iterator[None]:
-        """A block in which a captured step of so many rows, padding included, is replayed. Raises
-        RanksLost if a stage beside is gone.
+    def replaying(self, rows: BorderRows) -> Iterator[None]:
+        """A block in which a captured step is replayed. Raises RanksLost if a stage beside is
+        gone.
         """
         if self._coming is not None:
-            self._take(self._coming.fixed[:num_rows])
+            self._take(self._coming.fixed[: rows.coming])
         yield
         if self._going is not None:
-            self._hand_on(self._going.fixed[:num_rows])
+            self._hand_on(self._going.fixed[: rows.going])
 
     def close(self) -> None:
         self._end()
@@ -234,3 +254,28 @@ class LinkedStages:
             for link in (self._before, self._after):
                 if link is not None:
                     link.abort()
+
+
+class BroadcastStages:
+    """Implements `weft.engine.model.stage.Neighbours` for the ranks of a stage, of which the first
+    alone has links. It gives the rows to the others by a sum to which they bring zeros.
+
+    Args:
+        linked: The links; None: this is not the first rank.
+    """
+
+    def __init__(self, linked: LinkedStages | None, peers: Peers, device: torch.device) -> None:
+        self.linked, self._peers, self._device = linked, peers, device
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        nothing = torch.zeros(tuple(shape), dtype=dtype, device=self._device)
+        rows = nothing if self.linked is None else self.linked.receive(shape, dtype)
+        return self._peers.add_sum(rows, nothing)
+
+    def send(self, stream: torch.Tensor) -> None:
+        if self.linked is not None:
+            self.linked.send(stream)
+
+    def close(self) -> None:
+        if self.linked is not None:
+            self.linked.close()

@@ -135,12 +135,13 @@ class SharedGroup:
         """Slots of the ring that all other ranks are known to have read, and rank 0 may fill."""
         self.num_frames = 0
         """Frames that this rank has posted or taken."""
+        self.num_alike = size
+        """Ranks of a stage. A GPU that waits names a late rank by its number within the stage."""
         self._first_round = 0
         self.why: Callable[[], str] = lambda: "the group was stopped"
         """Returns the reason why the group has ended, for error messages."""
         self.limit(limit_s)
         if whole is not None:
-            self.why = lambda: whole.reason
             whole._parts.append(self)
 
     def limit(self, seconds: float) -> None:
@@ -167,10 +168,14 @@ class SharedGroup:
 
     @property
     def reason(self) -> str:
+        if self._whole is not self:
+            return self._whole.reason
         late = ctypes.c_uint32.from_address(self._stop).value - LATE
         if late < 0:
             return self.why()
-        return f"rank {late} has not come to a sum by {self._step} within {self.limit_s:g} s"
+        ranks = range(self._first_rank + late, self._first_rank + self.size, self.num_alike)
+        told = " or ".join(map(str, ranks))
+        return f"rank {told} has not come to a sum by {self._step} within {self.limit_s:g} s"
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Adds in float32, in the order of the ranks, and rounds once. Raises RanksLost if a rank

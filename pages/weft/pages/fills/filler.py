@@ -408,8 +408,10 @@ class Filler:
         """(reason, message) to decline the handle, or two empty strings."""
         if handle.filler_epoch != self._epoch:
             return "epoch", f"this incarnation is {self._epoch:016x}"
-        if self.is_draining or self.is_paused:
+        if self.is_draining:
             return "draining", "this worker is draining"
+        if self.is_paused:
+            return "draining", "this worker is paused, asleep, or without a version of the weights"
         if self._page_size not in (None, handle.page_size):
             return "layout", f"page size {handle.page_size}, here {self._page_size}"
         problem = self._malformed(handle)

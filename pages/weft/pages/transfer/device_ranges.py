@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-from weft.contract.start_work import CONNECTING, COPYING, START_WORK
 from weft.contract.weights import GpuAllocation
 from weft.pages.transfer.device_memory import (
     Copy,
@@ -59,47 +58,80 @@ def allocations_of(ranges: Sequence[MemoryRange]) -> list[GpuAllocation]:
     return list(found.values())
 
 
-def read_ranges(
-    allocations: Sequence[GpuAllocation],
-    pairs: Sequence[_Pair],
-    *,
-    stall_s: float,
-    report: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
-    """Copies ranges of another process's GPU memory, the second of each pair, to those of this
-    process, which lie on one GPU and have the same lengths.
-
-    Args:
-        stall_s: Time without progress after which reading fails.
-        report: Called with the bytes that have come so far, in the order of the pairs. What it
-            raises is passed on when nothing arrives any more.
+class ForeignRanges:
+    """Memory of GPUs that another process of this host has allocated, for a GPU of this process to
+    read, until `close`. Used by one thread at a time.
 
     Raises:
-        TransferError: The memory cannot be opened, or is smaller than the ranges say; or the GPU
-            failed. With `may_still_arrive` bytes may come later.
+        TransferError: The memory cannot be opened.
     """
-    with ExitStack() as stack:
-        with START_WORK.time(CONNECTING):
-            copies = _opened(allocations, pairs, stack)
-        with START_WORK.time(COPYING):
-            stream = DeviceStream(pairs[0][0].device_id)
-            under_way = [(part, stream.copy(part)) for part in _batches(copies)]
-            done = 0
-            try:
-                for part, copy in under_way:
-                    if not _has_ended(copy, stall_s):
-                        stack.pop_all()  # Memory that may still be read is not closed.
-                        raise TransferError(
-                            f"the GPU has copied nothing for {stall_s:g} s", may_still_arrive=True
-                        )
-                    done += sum(one.num_bytes for one in part)
-                    report(done)
-            except TransferError:
-                raise
-            except BaseException:
-                if not all(_has_ended(copy, stall_s) for _, copy in under_way):
-                    stack.pop_all()
-                raise
+
+    def __init__(self, allocations: Sequence[GpuAllocation], device_id: int) -> None:
+        self._known = sorted(allocations, key=_place)
+        self._opened = list[ForeignMemory]()
+        """That of each allocation."""
+        self._stream = DeviceStream(device_id)
+        with ExitStack() as stack:
+            for one in self._known:
+                self._opened.append(ForeignMemory(one.handle, device_id))
+                stack.callback(self._opened[-1].close)
+            self._stack = stack.pop_all()
+
+    def read(
+        self,
+        pairs: Sequence[_Pair],
+        *,
+        stall_s: float,
+        report: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """Copies ranges of the other process, the second of each pair, to those of this one, which
+        lie on the GPU and have the same lengths.
+
+        Args:
+            stall_s: Time without progress after which reading fails.
+            report: Called with the bytes that have come so far, in the order of the pairs. What it
+                raises is passed on when nothing arrives any more.
+
+        Raises:
+            TransferError: The memory is smaller than the ranges say; or the GPU failed. With
+                `may_still_arrive` bytes may come later.
+        """
+        under_way = [(part, self._stream.copy(part)) for part in _batches(self._copies(pairs))]
+        done = 0
+        try:
+            for part, copy in under_way:
+                if not _has_ended(copy, stall_s):
+                    self._stack.pop_all()  # Memory that may still be read is not closed.
+                    raise TransferError(
+                        f"the GPU has copied nothing for {stall_s:g} s", may_still_arrive=True
+                    )
+                done += sum(one.num_bytes for one in part)
+                report(done)
+        except TransferError:
+            raise
+        except BaseException:
+            if not all(_has_ended(copy, stall_s) for _, copy in under_way):
+                self._stack.pop_all()
+            raise
+
+    def close(self) -> None:
+        """Raises TransferError if the driver refuses."""
+        self._stack.close()
+
+    def _copies(self, pairs: Sequence[_Pair]) -> list[Copy]:
+        copies = list[Copy]()
+        for own, theirs in pairs:
+            place = theirs.device_id, theirs.address
+            at = bisect_right(self._known, place, key=_place) - 1
+            if at < 0 or self._known[at].device_id != theirs.device_id:
+                raise TransferError("weights lie in memory of a GPU whose handle was not told")
+            memory, offset = self._opened[at], theirs.address - self._known[at].address
+            if offset + own.num_bytes > memory.num_bytes:
+                raise TransferError(
+                    f"{own.num_bytes:,} bytes from {offset:,} on, of memory of {memory.num_bytes:,}"
+                )
+            copies.append(Copy(own.address, memory.address + offset, own.num_bytes))
+        return copies
 
 
 def _has_ended(copy: DeviceCopy, stall_s: float) -> bool:
@@ -110,31 +142,6 @@ def _has_ended(copy: DeviceCopy, stall_s: float) -> bool:
             return False
         time.sleep(_SLEEP_S)
     return True
-
-
-def _opened(
-    allocations: Sequence[GpuAllocation], pairs: Sequence[_Pair], stack: ExitStack
-) -> list[Copy]:
-    """The copies to be made, from memory that is open until `stack` ends."""
-    known = sorted(allocations, key=_place)
-    opened = dict[GpuAllocation, ForeignMemory]()
-    copies = list[Copy]()
-    for own, theirs in pairs:
-        place = theirs.device_id, theirs.address
-        at = bisect_right(known, place, key=_place) - 1
-        if at < 0 or known[at].device_id != theirs.device_id:
-            raise TransferError("weights lie in memory of a GPU whose handle was not told")
-        one = known[at]
-        if one not in opened:
-            opened[one] = memory = ForeignMemory(one.handle, own.device_id)
-            stack.callback(memory.close)
-        memory, offset = opened[one], theirs.address - one.address
-        if offset + own.num_bytes > memory.num_bytes:
-            raise TransferError(
-                f"{own.num_bytes:,} bytes from {offset:,} on, of memory of {memory.num_bytes:,}"
-            )
-        copies.append(Copy(own.address, memory.address + offset, own.num_bytes))
-    return copies
 
 
 def _place(one: GpuAllocation) -> tuple[int, int]:

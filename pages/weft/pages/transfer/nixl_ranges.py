@@ -148,16 +148,16 @@ class RangesReader:
             raise problem
 
     def open(self, target: RangesTarget, ranges: Sequence[MemoryRange]) -> None:
-        """Connects to the other process, and registers the memory that is to be read into. Raises
-        what `read` raises.
+        """Connects to the other process, unless that was done, and registers memory that is to be
+        read into. Raises what `read` raises.
         """
         binding = load_binding()
         _check(target, binding.version)
-        with binding.calls(f"reading {self._what}"):
-            self._agent = binding.create_agent(self._name, has_device=False, has_thread=False)
-        self._has_lane = False
         try:
-            self._connect(binding, target, ranges)
+            if self._agent is None:
+                self._connect(binding, target)
+            with binding.calls(f"registering memory for {self._what}"):
+                _register(self._agent, ranges)
         except TransferError:
             self.close()
             raise
@@ -183,11 +183,11 @@ class RangesReader:
             self._agent = None
         return self._reference is None or is_destroyed(self._reference)
 
-    def _connect(
-        self, binding: Binding, target: RangesTarget, ranges: Sequence[MemoryRange]
-    ) -> None:
+    def _connect(self, binding: Binding, target: RangesTarget) -> None:
+        with binding.calls(f"reading {self._what}"):
+            self._agent = binding.create_agent(self._name, has_device=False, has_thread=False)
+        self._has_lane = False
         with binding.calls(f"connecting to another process for its {self._what}"):
-            _register(self._agent, ranges)
             peer = self._agent.add_remote_agent(target.metadata)
         self._peer = peer.decode() if isinstance(peer, bytes) else peer
         if self._peer != target.agent_name:

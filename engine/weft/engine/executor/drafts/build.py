@@ -126,6 +126,6 @@ def draft_adapters(
     """
     if device.type != "cuda" or not config.cuda_graphs or config.drafter != "eagle3":
         return None
-    if drafted is None or not isinstance(drafted.head, Eagle3Head) or config.tp > 1:
+    if drafted is None or not isinstance(drafted.head, Eagle3Head) or config.num_ranks > 1:
         return None
     return DraftAdapterFiles(adaptable_shapes(drafted.head.config))

@@ -29,6 +29,7 @@ from weft.engine.executor.device import find_device
 from weft.engine.executor.drafts.build import head_graphs
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains
+from weft.engine.executor.graphs import captures_steps
 from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.media_warm_up import warm_up_media
@@ -79,7 +80,7 @@ from weft.engine.executor.ranks.start import START_LIMIT_S, Ranks
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.host_group import HostGroup
-from weft.engine.parallel.linked_stages import LinkedStages
+from weft.engine.parallel.linked_stages import BroadcastStages, LinkedStages
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank, num_pages_of_all
 from weft.engine.parallel.shared import SharedGroup
@@ -208,7 +209,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     device = find_device(config)
     peers = peers_of(others, config, device)
     context = context_peers_of(others, config, device)
-    stages = link_stages(others, config, device)
+    stages = link_stages(others, config, device, peers)
     sleep = sleep_memory(config, device)
     with sleep.loading():
         loaded, drafted = load_share(config, others, peers)
@@ -232,7 +233,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
             max_step_tokens,
             max_tokens,
             device,
-            cuda_graphs=config.cuda_graphs,
+            cuda_graphs=captures_steps(config, loaded),
             share=config.device_memory_share,
             lora=lora,
             max_drafts=config.most_drafts,
@@ -261,7 +262,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         max_tokens,
         device,
         max_step_tokens=max_step_tokens,
-        cuda_graphs=config.cuda_graphs,
+        cuda_graphs=captures_steps(config, loaded),
         lora=lora,
         drafted=drafted,
         max_drafts=config.most_drafts,
@@ -301,8 +302,8 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         if config.cuda_graphs:
             media.capture()
     drafting = None
-    if drafted is not None and config.drafter in HEAD_DRAFTERS and config.pp == 1:
-        graphs, _ = head_graphs(config, drafted, executor, None)
+    if drafted is not None and config.drafter in HEAD_DRAFTERS and is_in_last_stage:
+        graphs = None if config.pp > 1 else head_graphs(config, drafted, executor, None)[0]
         drafting = Drafting(executor.chains(drafted, executor.page_table), graphs)
     ways = others.agree("drawing", len(WAYS))
     executor.capture_draws(None, WAYS[:ways])
@@ -323,6 +324,7 @@ def follow(
         leaves_pages: Whether another rank does orders on pages for this one too.
     """
     logits: Logits | None = None
+    draws = executor.has_logits
     while True:
         # On a CPU the ranks' threads share the cores, so that spinning would slow rank 0.
         frame = decode(group.take(spins=executor.facts.is_asynchronous))
@@ -336,18 +338,21 @@ def follow(
                 launched = launch(step)
                 logits = None if launched is None else launched.logits
             case DraftOrder(lasts, counts, pages):
-                assert drafting is not None
                 pages.enter(executor.page_table)
-                with torch.inference_mode():
-                    drafting.eager.run(lasts, counts)
+                if draws:
+                    assert drafting is not None
+                    with torch.inference_mode():
+                        drafting.eager.run(lasts, counts)
             case Draw(way):
-                assert logits is not None
-                assert logits.captured is not None
-                logits.captured(way, None)
+                if draws:
+                    assert logits is not None
+                    assert logits.captured is not None
+                    logits.captured(way, None)
             case Tokens(tokens):
                 executor.keep(torch.from_numpy(tokens))
             case SharedTokens(num_tokens):
-                executor.keep_shared(num_tokens)
+                if draws:
+                    executor.keep_shared(num_tokens)
             case Barrier():
                 executor.meet()
             case _:
@@ -375,12 +380,13 @@ def take_part(config: EngineConfig, others: FollowerGroup) -> None:
         launch = partial(launch_share, executor, rank=rank, size=size, least=least)
     elif isinstance(others.neighbours, SocketStages):
         launch = partial(_launch_stage, executor, others.neighbours)
-    # Between hosts such orders are frames, which the first rank of a host does alone.
-    leaves_pages = config.hosts > 1 and isinstance(others.group, SharedGroup)
+    # Between hosts such orders are frames, which the first rank of a host with one pool does alone.
+    has_one_pool = config.hosts > 1 and not config.is_on_gpu
+    leaves_pages = has_one_pool and isinstance(others.group, SharedGroup)
     try:
         follow(executor, drafting, others.group, launch, leaves_pages=leaves_pages)
     finally:
-        if isinstance(others.neighbours, SocketStages | LinkedStages):
+        if isinstance(others.neighbours, SocketStages | LinkedStages | BroadcastStages):
             others.neighbours.close()
 
 
@@ -406,7 +412,9 @@ def follow_host(config: EngineConfig) -> int:
         if config.tp > 1:
             others.local = Ranks(config, partial(_lose_local, group))
             group.local, copies = others.local.group, others.local.copies
+            others.store_path = others.local.store_path
             config = replace(config, num_threads=torch.get_num_threads())
+        config = replace(config, device=config.device_of_rank(rank))
         if config.num_threads is None:
             config = replace(config, num_threads=torch.get_num_threads())
         names = names_of_neighbours(rank, config.pp, config.tp)
@@ -454,7 +462,7 @@ def main(argv: list[str]) -> int:
         assert memory is not None
         segment = Segment(memory, hello["segment"])
         rank = int(hello["rank"])
-        size, checks = config.num_ranks // config.hosts, config.check_ranks
+        size, checks = config.ranks_of_host, config.check_ranks
         first, shard = divmod(rank, size)
         group = SharedGroup(
             segment, shard, size, START_LIMIT_S, is_checked=checks, first_rank=first * size

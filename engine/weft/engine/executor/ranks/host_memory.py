@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,10 +26,12 @@ from numpy.typing import NDArray
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.layout import DTYPE_BYTES, CacheLayout, PagePart, PagePiece, PageShare
+from weft.engine.base.device_copies import Mark, on_host
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.host_sockets import receive_exactly
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.parallel.shards import kv_heads_of
+from weft.engine.transfer.device_pages import DevicePages, rows_of_pool
 from weft.engine.transfer.device_pages import PagePart as DevicePart
 from weft.kernels.ops.page_digest import page_digests
 from weft.pages.transfer.digest import digest_pages
@@ -53,7 +55,13 @@ def _ranges(rows: torch.Tensor, part: PagePart) -> torch.Tensor:
 
 
 def _on_device_of(rows: torch.Tensor) -> AbstractContextManager[None]:
-    found: AbstractContextManager[None] = torch.cuda.device_of(rows)  # type: ignore[no-untyped-call]
+    return _on_device(rows.device)
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[None]:
+    if device.type == "cpu":
+        return nullcontext()
+    found: AbstractContextManager[None] = torch.cuda.device(device)
     return found
 
 
@@ -76,6 +84,30 @@ def pieces_of_pages(layouts: Sequence[CacheLayout], stage: int) -> list[PagePiec
             param="page_size",
         )
     return pieces
+
+
+def parts_of_stage(
+    layouts: Sequence[CacheLayout], stage: int, pools: Sequence[torch.Tensor]
+) -> list[DevicePart]:
+    """What the ranks of a stage have of whole pages.
+
+    Args:
+        layouts: Of all stages, with the heads of all ranks.
+        pools: Of the ranks, [num_pages, ...] each, with their heads. With several ranks pages have
+            heads of one shape.
+    """
+    parts = list[DevicePart]()
+    for whole, own in pieces_of_pages(layouts, stage):
+        seen = set[int]()
+        for rank, rows in enumerate(map(rows_of_pool, pools)):
+            heads = kv_heads_of(own.num_ranges, rank, len(pools))
+            for place, head in enumerate(range(heads.start, heads.stop)):
+                begin = own.begin + place * own.stride
+                part = rows[:, begin : begin + own.size]
+                at = whole.begin + head * whole.stride
+                parts.append(DevicePart(part, at, is_copy=head in seen))
+                seen.add(head)
+    return parts
 
 
 def share_of_pages(layouts: Sequence[CacheLayout], stage: int) -> PageShare:
@@ -132,7 +164,7 @@ class PoolRows:
 
     def read(self, numbers: torch.Tensor) -> torch.Tensor:
         with _on_device_of(self._rows):
-            return self._rows.index_select(0, numbers.to(self._rows.device)).cpu()
+            return on_host(self._rows.index_select(0, numbers.to(self._rows.device)))
 
     def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
         device = self._rows.device
@@ -149,7 +181,37 @@ class PoolRows:
                     first = (whole.begin + index * whole.stride) // _WORD
                     part = self._rows[:, begin : begin + own.size]
                     found += page_digests(part, numbers, first)
-            return found.cpu()
+            return on_host(found)
+
+
+class SharedRows:
+    """Pages that the GPUs of this host divide, in memory that this rank's GPU maps.
+
+    Args:
+        pages: The host's share of pages.
+        of_all: The same bytes, where they lie in the pages of all hosts.
+    """
+
+    def __init__(self, pages: DevicePages, of_all: DevicePages) -> None:
+        self._pages, self._of_all = pages, of_all
+        self.num_rows, self.row_bytes = len(pages.parts[0].pool), pages.page_bytes
+
+    def read(self, numbers: torch.Tensor) -> torch.Tensor:
+        device = self._pages.device
+        with _on_device(device):
+            out = torch.empty((len(numbers), self.row_bytes), dtype=torch.uint8, device=device)
+            self._pages.gather(numbers.to(device), out)
+            return on_host(out)
+
+    def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        device = self._pages.device
+        with _on_device(device):
+            self._pages.scatter(rows.to(device), numbers.to(device))
+            Mark(device).wait()  # Steps of the other GPUs do not follow this stream.
+
+    def digests(self, numbers: torch.Tensor) -> torch.Tensor:
+        with _on_device(self._pages.device):
+            return on_host(self._of_all.digests(numbers.to(self._pages.device)))
 
 
 class BlockRows:
@@ -157,9 +219,11 @@ class BlockRows:
 
     Args:
         parts: [num_blocks, ...] each.
+        is_shared: Whether other GPUs compute with them too.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts: Sequence[torch.Tensor], *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
         self._parts = [part.view(len(part), -1).view(torch.uint8) for part in parts]
         self.num_rows = len(parts[0])
         self.row_bytes = sum(part.shape[1] for part in self._parts)
@@ -167,7 +231,8 @@ class BlockRows:
     def read(self, numbers: torch.Tensor) -> torch.Tensor:
         with _on_device_of(self._parts[0]):
             numbers = numbers.to(self._parts[0].device)
-            return torch.cat([part.index_select(0, numbers) for part in self._parts], dim=1).cpu()
+            rows = [part.index_select(0, numbers) for part in self._parts]
+            return on_host(torch.cat(rows, dim=1))
 
     def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
         begin, device = 0, self._parts[0].device
@@ -177,6 +242,8 @@ class BlockRows:
                 end = begin + part.shape[1]
                 part.index_copy_(0, numbers, rows[:, begin:end])
                 begin = end
+            if self._is_shared:
+                Mark(device).wait()
 
     def digests(self, numbers: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("blocks are checked in the pages that have them")
@@ -194,10 +261,14 @@ def memories_of(
         layouts: Of all stages.
         mirrored: [n, MIRROR_ROW_BYTES], alike on all hosts; None: there is none.
     """
-    pieces = pieces_of_pages(layouts, stage)
-    found: dict[int, Rows] = {PAGES: PoolRows(executor.page_rows, pieces)}
+    pages, is_shared = executor.device_pages, not executor.device_pages.is_whole
+    own: Rows = PoolRows(executor.page_rows, pieces_of_pages(layouts, stage))
+    if is_shared:
+        pools = [part.pool for part in pages.parts]
+        own = SharedRows(pages, DevicePages(parts_of_stage(layouts, stage, pools)))
+    found: dict[int, Rows] = {PAGES: own}
     if executor.states is not None:
-        found[BLOCKS] = BlockRows(executor.states.of_blocks)
+        found[BLOCKS] = BlockRows(executor.states.of_blocks, is_shared=is_shared)
     if mirrored is not None:
         found[MIRRORED] = PoolRows(mirrored)
     return found

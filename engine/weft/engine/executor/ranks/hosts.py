@@ -174,6 +174,7 @@ class HostRanks(RankLeader):
         if config.tp > 1:
             self._local = Ranks(config, self._lose_local)
             self._group.local, copies = self._local.group, self._local.copies
+            self.store_path = self._local.store_path
         rows = StageEnds(self._rows, None)
         self.neighbours = SocketStages(
             rows, self._group, config.pp - 1, names, config.most_sent_rows, copies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import RanksLost
 from weft.engine.base.device_copies import Mark
-from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.orders import (
     EncodeMedia,
@@ -27,7 +25,6 @@ from weft.engine.executor.ranks.frames import (
     NewPages,
     NewWindows,
     encode_barrier,
-    encode_chains,
     encode_draw,
     encode_shared,
     encode_step,
@@ -35,10 +32,11 @@ from weft.engine.executor.ranks.frames import (
     frame_of_order,
 )
 from weft.engine.executor.ranks.leader import RankLeader
+from weft.engine.executor.ranks.ranked_chains import chains_on_all
 from weft.engine.executor.step_input import StepInput
-from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.shared import SharedGroup
-from weft.engine.sampling.device_draws import CapturedDraw, Way
+from weft.engine.sampling.device_draws import Way
 from weft.engine.sampling.pending import PendingTokens
 from weft.pages.memory.page_table import PageTable
 
@@ -46,12 +44,26 @@ if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
 
 
-class _RankedChains:
-    def __init__(self, chains: Chains, executor: RankedExecutor) -> None:
-        self._chains, self._executor = chains, executor
+def draws_on_all(launched: Launched, group: SharedGroup | HostGroup) -> Launched:
+    """What was launched, whose captured drawing the other ranks take part in."""
+    logits = launched.logits
+    if logits is None or logits.captured is None:
+        return launched
+    captured = logits.captured
 
-    def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
-        return self._executor.run_chains(self._chains, lasts, counts)
+    def draw(way: Way, slot_override: Int64Array | None) -> PendingTokens:
+        group.post(encode_draw(way))
+        return captured(way, slot_override)
+
+    return launched._replace(logits=logits._replace(captured=draw))
+
+
+def keep_on_all(
+    tokens: torch.Tensor, local: LocalExecutor, peers: DevicePeers, group: SharedGroup | HostGroup
+) -> None:
+    """`Executor.keep` on all ranks that draw, whose GPUs get the tokens from that of rank 0."""
+    group.post(encode_shared(len(tokens)))
+    local.keep(peers.share_tokens(tokens.to(local.device, non_blocking=True)))
 
 
 class RankedExecutor:
@@ -74,6 +86,7 @@ class RankedExecutor:
         self._has_one_pool = peers is None and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
         self._sent_pages = SentPages(local.page_table)
+        self.chains = chains_on_all(local, ranks, self._sent_pages.take)
         self._maps_pools = maps_pools = not local.device_pages.is_whole
         self.facts = local.facts._replace(writes_after_draw=maps_pools and local.has_head)
         self._marks_on_all = peers is not None and (maps_pools or local.has_adapters)
@@ -92,38 +105,13 @@ class RankedExecutor:
             raise RanksLost(f"rank 0 failed in step {group.num_frames}: {error}") from error
         if self._peers is None:
             group.await_ended()
-        logits = launched.logits
-        if logits is not None and logits.captured is not None:
-            captured = partial(self._draw_on_all, logits.captured)
-            launched = launched._replace(logits=logits._replace(captured=captured))
-        return launched
-
-    def chains(self, model: DraftedModel, table: PageTable) -> Chains:
-        """`LocalExecutor.chains`, on all ranks."""
-        return _RankedChains(self._local.chains(model, table), self)
-
-    def run_chains(self, chains: Chains, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
-        """Raises RanksLost as `launch` does."""
-        group = self._ranks.group
-        group.post(encode_chains(lasts, counts, self._sent_pages.take()))
-        try:
-            return chains.run(lasts, counts)
-        except Exception as error:
-            self._ranks.fail(f"rank 0 failed in drafts before step {group.num_frames}: {error}")
-            raise RanksLost(self._ranks.group.reason) from error
-
-    def _draw_on_all(
-        self, captured: CapturedDraw, way: Way, slot_override: Int64Array | None
-    ) -> PendingTokens:
-        self._ranks.group.post(encode_draw(way))
-        return captured(way, slot_override)
+        return draws_on_all(launched, group)
 
     def keep(self, tokens: torch.Tensor) -> None:
-        if self._peers is None:
-            self._ranks.group.post(encode_tokens(tokens.numpy()))
-        else:
-            self._ranks.group.post(encode_shared(len(tokens)))
-            tokens = self._peers.share_tokens(tokens.to(self._local.device, non_blocking=True))
+        if self._peers is not None:
+            keep_on_all(tokens, self._local, self._peers, self._ranks.group)
+            return
+        self._ranks.group.post(encode_tokens(tokens.numpy()))
         self._local.keep(tokens)
 
     def mark(self) -> Mark:

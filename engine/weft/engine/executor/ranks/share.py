@@ -22,7 +22,7 @@ from weft.engine.executor.memory_plan import MemoryNeeds, with_media
 from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.rank_jobs import RankResult
 from weft.engine.executor.ranks.context import DeviceGather, HostGather
-from weft.engine.executor.ranks.host_memory import MIRROR_ROW_BYTES, pieces_of_pages
+from weft.engine.executor.ranks.host_memory import MIRROR_ROW_BYTES, parts_of_stage
 from weft.engine.executor.routes import by_page
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
@@ -31,7 +31,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.stage import Neighbours, Stage
 from weft.engine.parallel.host_group import HostGroup
-from weft.engine.parallel.linked_stages import LinkedStages
+from weft.engine.parallel.linked_stages import BroadcastStages, LinkedStages
 from weft.engine.parallel.nccl_links import link_over_nccl
 from weft.engine.parallel.page_ranks import HostPageRanks, memory_bytes
 from weft.engine.parallel.segment import Segment
@@ -39,7 +39,7 @@ from weft.engine.parallel.shards import kv_heads_of, layout_of_rank, num_pages_h
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.engine.parallel.stage_links import SocketStages
 from weft.engine.parallel.stages import layers_of_stages, names_of_neighbours, stage_of_rank
-from weft.engine.transfer.device_pages import DevicePages, PagePart, rows_of_pool
+from weft.engine.transfer.device_pages import DevicePages, PagePart
 from weft.kernels.ops.pages.pool import PageShare
 from weft.kernels.ops.peers.spec import Peers
 
@@ -324,16 +324,16 @@ def peers_of(
     """
     if config.tp == 1:
         return None
-    if isinstance(others.group, HostGroup):
-        return others.group.local
-    assert isinstance(others.group, SharedGroup), "ranks of one host divide layers"
+    group = others.group.local if isinstance(others.group, HostGroup) else others.group
+    assert group is not None, "ranks of one host divide layers"
     if device.type == "cpu":
         staged = config.pp > 1 and config.hosts == 1
-        group = _stage_group(others, others.group, config) if staged else others.group
+        own = _stage_group(others, group, config) if staged else group
         if config.dcp > 1:
-            group.pages = _page_ranks(others, others.group, config)
-        return group
-    peers = _device_peers(others, others.group, config, device)
+            own.pages = _page_ranks(others, group, config)
+        return own
+    group.num_alike = config.tp
+    peers = _device_peers(others, group, config, device, config.tp)
     if config.dcp > 1:
         model = ModelConfig.load(config.model_dir)
         peers.divide_pages(config.dcp, *query_shape(config, model))
@@ -366,50 +366,68 @@ def context_peers_of(
 
 
 def link_stages(
-    others: RankGroup, config: EngineConfig, device: torch.device
+    others: RankGroup,
+    config: EngineConfig,
+    device: torch.device,
+    peers: SharedGroup | DevicePeers | None,
 ) -> DeviceStages | None:
     """Makes the neighbours of this rank's stage on a GPU, and returns them if they are on this
     host; on a CPU they are there. Raises ConfigError if the GPUs cannot map each other's memory, or
     those of several hosts are not connected over NCCL.
+
+    Args:
+        peers: The ranks of this stage; None: it has one.
     """
     if config.pp == 1 or device.type == "cpu":
         return None
     model = ModelConfig.load(config.model_dir)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
-    rows = config.max_step_tokens + config.decodes_beside
-    sizes, stages = (rows, model.hidden_size, dtype), None
+    sizes, linked = (config.most_sent_rows, model.hidden_size, dtype), None
+    if isinstance(others.group, SharedGroup) and config.hosts == 1:
+        from weft.engine.parallel.device_peers import DevicePeers, MappedMemory, join
+        from weft.engine.parallel.device_stages import DeviceStages
+
+        if isinstance(peers, DevicePeers):
+            mapped = peers.mapped
+        else:
+            ranks = join(others.rank, others.size, others.store_path)
+            mapped = MappedMemory(device, ranks, others.agree)
+        stages = DeviceStages(others.group, device, mapped, *sizes, config.tp)
+        others.neighbours = stages
+        others.agree("neighbours")
+        return stages
     if isinstance(others.group, HostGroup):
         assert isinstance(others.neighbours, SocketStages), "hosts have connected their stages"
         names = names_of_neighbours(others.rank, config.pp, config.tp)
         ends = others.neighbours.ends
-        others.neighbours = link_over_nccl(ends, others.group, names, device, *sizes)
-    else:
-        from weft.engine.parallel.device_peers import MappedMemory, join
-        from weft.engine.parallel.device_stages import DeviceStages
-
-        ranks = join(others.rank, others.size, others.store_path)
-        mapped = MappedMemory(device, ranks, others.agree)
-        stages = DeviceStages(others.group, device, mapped, *sizes)
-        others.neighbours = stages
+        linked = link_over_nccl(ends, others.group, names, device, *sizes)
+    others.neighbours = linked if peers is None else BroadcastStages(linked, peers, device)
     others.agree("neighbours")
-    return stages
+    return None
 
 
 def linked_stages_of(others: RankGroup) -> LinkedStages | None:
-    """The stages beside this rank's if they are GPUs of other hosts."""
-    return others.neighbours if isinstance(others.neighbours, LinkedStages) else None
+    """The links of this rank to stages on GPUs of other hosts; None: it has none."""
+    beside = others.neighbours
+    if isinstance(beside, BroadcastStages):
+        return beside.linked
+    return beside if isinstance(beside, LinkedStages) else None
 
 
 def _device_peers(
-    others: RankGroup, group: SharedGroup, config: EngineConfig, device: torch.device
+    others: RankGroup,
+    group: SharedGroup,
+    config: EngineConfig,
+    device: torch.device,
+    tp: int | None = None,
 ) -> DevicePeers:
     from weft.engine.parallel.device_peers import DevicePeers, join
 
     model = ModelConfig.load(config.model_dir)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     sizes = model.hidden_size, dtype, model.num_embeddings
-    ranks = join(others.rank, others.size, others.store_path)
-    peers = DevicePeers(group, device, ranks, *sizes, others.agree)
+    ranks = join(group.rank, group.size, others.store_path)
+    peers = DevicePeers(group, device, ranks, *sizes, others.agree, tp)
     others.agree("peers")
     return peers
 
@@ -480,7 +498,8 @@ def pool_of(
     """
     others = shared.others
     if of_stages:
-        return layout, _pool_of_stages(shared, of_stages, num_pages)
+        own = layout_of_rank(layout, shared.size)
+        return own, _pool_of_stages(shared, of_stages, num_pages)
     if context is not None:
         pools = _mapped(context.mapped.memory, layout, num_pages)
         others.agree("memory")
@@ -582,33 +601,32 @@ def _first_heads(layout: CacheLayout, size: int) -> tuple[list[int], int]:
 def _pool_of_stages(
     shared: SharedMemory, of_stages: Sequence[CacheLayout], num_pages: int
 ) -> RankPool:
-    parts, pools = list[PagePart](), _pools_of_stages(shared, of_stages, num_pages)
-    for stage, rows in enumerate(map(rows_of_pool, pools)):
-        for whole, own in pieces_of_pages(of_stages, stage):
-            for index in range(own.num_ranges):
-                begin = own.begin + index * own.stride
-                part = rows[:, begin : begin + own.size]
-                parts.append(PagePart(part, whole.begin + index * whole.stride))
-    mine = pools[stage_of_rank(shared.rank, len(pools))]
+    """Raises ConfigError."""
+    of_ranks = [layout_of_rank(layout, shared.size) for layout in of_stages]
+    num_bytes = num_pages * max(layout.page_bytes for layout in of_ranks)
+    flats = _by_stage(_flat_pools(shared.memory, num_bytes), len(of_stages))
+    pools = [
+        [_pool_in(flat, layout, num_pages) for flat in of_stage]
+        for of_stage, layout in zip(flats, of_ranks, strict=True)
+    ]
+    parts = list[PagePart]()
+    for stage, of_stage in enumerate(pools):
+        parts += parts_of_stage(of_stages, stage, of_stage)
+    stage, shard = _place_of(shared, len(pools))
+    mine = pools[stage][shard]
     return RankPool(mine, mine, DevicePages(parts))
 
 
-def _pools_of_stages(
-    shared: SharedMemory, of_stages: Sequence[CacheLayout], num_pages: int
-) -> list[torch.Tensor]:
-    """The pools of all stages, in their order. Raises ConfigError."""
-    num_bytes = num_pages * max(layout.page_bytes for layout in of_stages)
-    flats = _by_stage(_flat_pools(shared.memory, num_bytes))
-    return [
-        _pool_in(flat, layout, num_pages) for flat, layout in zip(flats, of_stages, strict=True)
-    ]
+def _place_of(shared: SharedMemory, count: int) -> tuple[int, int]:
+    """The stage of this rank, of `count`, and its number there."""
+    return stage_of_rank(shared.rank, count, shared.size), shared.rank % shared.size
 
 
-def _by_stage(of_ranks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sorts what ranks have, a stage each, by stage."""
-    count = len(of_ranks)
-    ranks = sorted(range(count), key=lambda rank: stage_of_rank(rank, count))
-    return [of_ranks[rank] for rank in ranks]
+def _by_stage(of_ranks: Sequence[torch.Tensor], count: int) -> list[Sequence[torch.Tensor]]:
+    """What the ranks of each of `count` stages have, in the order of the stages."""
+    tp = len(of_ranks) // count
+    firsts = sorted(range(0, len(of_ranks), tp), key=lambda rank: stage_of_rank(rank, count, tp))
+    return [of_ranks[first : first + tp] for first in firsts]
 
 
 def _mapped(
@@ -659,7 +677,8 @@ def blocks_of(
         return None
     num_blocks = layout.of_states(num_pieces)
     if of_stages:
-        planes = [one.states for one in of_stages if one.states is not None]
+        of_ranks = (layout_of_rank(one, size).states for one in of_stages)
+        planes = [one for one in of_ranks if one is not None]
         return _blocks_of_stages(shared, planes, num_blocks)
     if config.is_on_gpu:
         return _mapped_blocks(shared, plane, num_blocks)
@@ -685,18 +704,21 @@ def _mapped_blocks(shared: SharedMemory, plane: StatePlane, num_blocks: int) -> 
 def _blocks_of_stages(
     shared: SharedMemory, planes: Sequence[StatePlane], num_blocks: int
 ) -> RankBlocks:
-    """Rank 0's view of the blocks of all stages, whose planes are `planes`, and this rank's own."""
-    own_stage = stage_of_rank(shared.rank, len(planes))
+    """Rank 0's view of the blocks of all stages, whose ranks have these planes, and this rank's
+    own.
+    """
+    stage, shard = _place_of(shared, len(planes))
     whole, own = list[torch.Tensor](), list[torch.Tensor]()
     for part in planes[0].parts:
         num_bytes = num_blocks * max(plane.layers for plane in planes) * part.num_bytes
-        memory = _by_stage(_memory_of_states(shared, num_bytes))
+        memory = _by_stage(_memory_of_states(shared, num_bytes), len(planes))
         of_stages = [
-            _states_in(flat, part, num_blocks, plane.layers)
-            for flat, plane in zip(memory, planes, strict=True)
+            [_states_in(flat, part, num_blocks, plane.layers) for flat in of_stage]
+            for of_stage, plane in zip(memory, planes, strict=True)
         ]
-        whole += of_stages
-        own.append(of_stages[own_stage])
+        for of_stage in of_stages:
+            whole += of_stage if shared.size == 1 else runs_over_ranks([of_stage])
+        own.append(of_stages[stage][shard])
     return RankBlocks(tuple(whole), tuple(own), is_mapped=True)
 
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,12 +32,20 @@ from weft.engine.executor.ranks.frames import (
 )
 from weft.engine.executor.ranks.host_memory import OtherHosts
 from weft.engine.executor.ranks.leader import RankLeader
-from weft.engine.executor.ranks.ranked import SentPages
+from weft.engine.executor.ranks.ranked import (
+    SentPages,
+    draws_on_all,
+    keep_on_all,
+)
+from weft.engine.executor.ranks.ranked_chains import chains_on_all
 from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stage_links import SocketStages
 from weft.pages.memory.page_table import PageTable
+
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_peers import DevicePeers
 
 _MOST_AHEAD = 16
 """Frames by which the host of rank 0 may be ahead of the other hosts where it does not wait for
@@ -113,6 +121,7 @@ class StagedExecutor:
         local: Rank 0's share, part of the last stage.
         num_lanes: Steps that may be under way at once.
         hosts: Access to what other hosts have of pages; None: all ranks are on this one.
+        peers: The GPUs of the last stage's ranks; None: it has one, or is on a CPU.
     """
 
     def __init__(
@@ -121,8 +130,10 @@ class StagedExecutor:
         ranks: RankLeader,
         num_lanes: int,
         hosts: OtherHosts | None = None,
+        peers: DevicePeers | None = None,
     ) -> None:
         self._local = local
+        self._peers = peers
         self._ranks = ranks
         self._hosts = hosts
         self._is_late = not local.facts.is_asynchronous
@@ -136,6 +147,8 @@ class StagedExecutor:
             self.page_table = PageTable(num_rows - 1, num_columns, keeps_changes=False)
         self.window_tables = local.window_tables
         self._sent_pages = SentPages(self.page_table)
+        ranked = chains_on_all(local, ranks, self._sent_pages.take)
+        self.chains = local.chains if peers is None else ranked
         self._late = deque[_LateStep]()
         self._drawn: _LateStep | None = None
         """The step from which tokens are drawn, until they are kept."""
@@ -143,7 +156,11 @@ class StagedExecutor:
         """Whether all ranks write to the pool of rank 0."""
         self._maps_pools = hosts is None and not (self._is_late or local.device_pages.is_whole)
         """Whether rank 0 reads and writes the pages of stages on other GPUs."""
-        self.facts = local.facts._replace(num_lanes=num_lanes)
+        self._maps_peers = hosts is not None and peers is not None
+        """Whether the first rank of each host reads and writes the pages of the host's GPUs."""
+        moves_pages = not local.device_pages.is_whole
+        writes_late = peers is not None and moves_pages and local.has_head
+        self.facts = local.facts._replace(num_lanes=num_lanes, writes_after_draw=writes_late)
         self._began_ns = self._under_way_ns = 0
 
     def launch(self, step: StepInput) -> Launched:
@@ -190,12 +207,13 @@ class StagedExecutor:
 
     def _launch_own(self, step: StepInput, number: int) -> Launched:
         try:
-            return self._local.launch(step)
+            launched = self._local.launch(step)
         except RanksLost:
             raise
         except Exception as error:
             self._ranks.fail(f"rank 0 failed in step {number}: {error}")
             raise RanksLost(f"rank 0 failed in step {number}: {error}") from error
+        return launched if self._peers is None else draws_on_all(launched, self._ranks.group)
 
     def _logits_of(self, late: _LateStep) -> torch.Tensor:
         logits = late.logits().compute()
@@ -222,13 +240,20 @@ class StagedExecutor:
         """Keeps the states of a head that follow from these tokens. With several lanes each step
         brings its tokens from the host.
         """
+        if not self._is_late:
+            # Tokens are drawn from the step that was launched last.
+            if self._local.has_head and self._peers is not None:
+                keep_on_all(tokens, self._local, self._peers, self._ranks.group)
+            elif self._local.has_head:
+                self._local.keep(tokens)
+            return
         drawn, self._drawn = self._drawn, None
         if drawn is not None and drawn.keep is not None:
             drawn.keep(tokens)
 
     def mark(self) -> Mark:
         if not self._is_late:
-            if self._maps_pools:
+            if self._maps_pools or self._maps_peers:
                 self._meet()
             return self._local.mark()
         return _StageMark(self._local.device, self._late[-1] if self._late else None)
@@ -252,6 +277,8 @@ class StagedExecutor:
             return
         # Of several hosts rank 0 copies between pieces and pages, whose bytes lie on all of them.
         is_alone = self._hosts is not None and self._local.lies_on_all(order)
+        if is_alone and self._maps_peers:
+            self._meet()
         if not (is_alone or (self._has_one_pool and isinstance(order, PageOrder))):
             group.post(frame_of_order(order))
         if self._hosts is not None:
@@ -267,6 +294,8 @@ class StagedExecutor:
         neighbours = self._ranks.neighbours  # Sockets were closed with the ranks.
         if neighbours is not None and not isinstance(neighbours, SocketStages):
             neighbours.close()
+        if self._peers is not None:
+            self._peers.close()
 
 
 def _drawing_rows(step: StepInput) -> tuple[Int64Array, Int64Array]:

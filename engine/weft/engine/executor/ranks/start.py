@@ -50,7 +50,7 @@ class Ranks(RankLeader):
         the ranks. Raises ConfigError if there is no shared memory, or no native operation to wait
         in it.
         """
-        size = config.num_ranks // config.hosts
+        size = config.ranks_of_host
         super().__init__(size, config.tp, config.rank_timeout_s, wake)
         self.rank = config.host_rank * size
         threads = max(1, (config.num_threads or torch.get_num_threads()) // _sharing_ranks(config))
@@ -206,5 +206,5 @@ class Ranks(RankLeader):
 def _sharing_ranks(config: EngineConfig) -> int:
     """Number of ranks among which the threads are divided: those on the cores of rank 0."""
     if config.num_threads or not config.bindings:
-        return config.num_ranks // config.hosts
+        return config.ranks_of_host
     return sum(one.cores == config.bindings[0].cores for one in config.bindings)

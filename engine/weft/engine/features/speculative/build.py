@@ -49,7 +49,9 @@ def make_drafter(
         return NgramDrafter()
     if drafted is None or config.drafter not in HEAD_DRAFTERS:
         return None
-    graphs, trees = head_graphs(config, drafted, executor, lora)
+    graphs, trees = None, None
+    if config.pp == 1:  # Other stages get drafts from the host, which therefore waits for them.
+        graphs, trees = head_graphs(config, drafted, executor, lora)
 
     def of(model: DraftedModel) -> EagleDrafter:
         return EagleDrafter(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from weft.contract.errors import ModelError
 from weft.engine.base.config import EngineConfig
-from weft.engine.executor.graphs import Progress
+from weft.engine.executor.graphs import Progress, captures_steps
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import MIN_PAGES, MemoryNeeds, measure_needs
 from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
@@ -93,7 +93,7 @@ class DraftModel:
             self._max_rows,
             self._longest(max_context_tokens),
             device,
-            cuda_graphs=self._config.cuda_graphs,
+            cuda_graphs=captures_steps(self._config, self._loaded),
             share=self._config.device_memory_share,
         )
         # The steps of both models run one after the other.
@@ -120,7 +120,7 @@ class DraftModel:
             longest,
             device,
             max_step_tokens=self._max_rows,
-            cuda_graphs=self._config.cuda_graphs,
+            cuda_graphs=captures_steps(self._config, self._loaded),
             on_capture=progress,
         )
         memory = PageMemory(num_pages, None)

@@ -99,10 +99,10 @@ def load_tiers(
             files.close()
             files = None
             notices.append(f"no KV pages on disk in {config.disk_cache_dir}: {error}")
-        if disk is not None and (num_pages := disk.counts().cached):
-            notices.append(f"{num_pages:,} KV pages are on disk in {config.disk_cache_dir}")
     for notice in notices:
-        logger.info(notice)
+        logger.warning(notice)
+    if disk is not None and (num_pages := disk.counts().cached):
+        notices.append(f"{num_pages:,} KV pages are on disk in {config.disk_cache_dir}")
     return TierComponents(
         host=host,
         disk=disk,

@@ -57,7 +57,7 @@ class RecordedSteps(StepGraphs):
         )
         self._model, self._pool, self._inputs = executor._model, executor.pool, inputs
         self._rotations, self._late = executor.rotations, executor._late
-        self._has_logits, self._beside = executor._has_logits, None
+        self._has_logits, self._beside = executor.has_logits, None
         self._media = executor.media_inputs(buckets)
         self._types = self.new_types(buckets, executor.pool.device)
         self.buckets = GraphBuckets(executor._model.config, buckets)

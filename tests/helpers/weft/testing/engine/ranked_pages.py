@@ -88,7 +88,7 @@ def push_to_tiers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         sizes = SIZES | {"num_pages": 64, "load_back_threshold": 0}
         prompts = [new_prompt(19) for _ in range(2)]
         longer = [prompt + new_prompt(5) for prompt in prompts]
-        ranks = ("tp", "pp", "dcp", "cp")
+        ranks = ("tp", "pp", "dcp", "cp", "hosts", "rendezvous")
         own = {name: value for name, value in settings.items() if name not in ranks}
         own["device"] = settings["device"].partition(",")[0]
         one = TierBench(folder, 40 * PAGE, **(sizes | {"host_cache_bytes": 1 << 20} | own))

@@ -1,7 +1,7 @@
 """An engine with ranks in a process of its own, since a process can have one on GPUs.
 
     python -m weft.testing.engine.ranked_texts \
-        texts|greedy|moved|company|adapted|drafted|killed|stopped \
+        texts|greedy|moved|company|adapted|drafted|drafted-texts|killed|stopped \
         MODEL_DIR SETTINGS PROMPTS ADAPTERS
 
 Settings, prompts and folders of adapters are JSON, as are the results on standard output.
@@ -204,8 +204,10 @@ def main(argv: list[str]) -> None:
             found["texts"] = makers[what](llm, json.loads(prompts))
             found["notices"] = llm.engine.info.notices
             found["counters"] = llm.engine.counters()
-        elif what == "drafted":
+        elif what.startswith("drafted"):
             found |= drafted_texts(llm, json.loads(prompts))
+            if what == "drafted-texts":
+                found["texts"] = texts_of(llm, json.loads(prompts))
             found["counters"] = llm.engine.counters()
         elif what == "adapted":
             found["tokens"] = adapted_texts(llm, json.loads(prompts), json.loads(adapters))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from weft.testing.draws import draw_until
 from weft.testing.meshes.tiny_mesh import VOCAB, Greedy
 
 
@@ -49,10 +50,10 @@ class Peft(Greedy):
 
     def prompt(self, length: int, adapters: Sequence[str]) -> list[int]:
         """Random tokens of which float32 can tell the answers with each of these adapters."""
-        while True:
-            prompt = [random.randrange(3, VOCAB) for _ in range(length)]
-            if all(self._tells(adapter, prompt) for adapter in adapters):
-                return prompt
+        return draw_until(
+            lambda: [random.randrange(3, VOCAB) for _ in range(length)],
+            lambda prompt: all(self._tells(adapter, prompt) for adapter in adapters),
+        )
 
     def _tells(self, adapter: str, prompt: list[int]) -> bool:
         with self._with(adapter):

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from weft.contract.codec.pairs import FAULT
 from weft.contract.faults import FaultSpec
+from weft.testing.draws import draw_until
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
 from weft.testing.models.choices import NEAR_TIE, are_clear, are_clear_draws, check_choices
 from weft.testing.models.tiny_drafts import make_tiny_draft
@@ -257,10 +258,10 @@ class Greedy:
 
     def prompt(self, length: int, num_new: int, *, begin: Sequence[int] = ()) -> list[int]:
         """A beginning and random tokens, of which `is_clear` is true."""
-        while True:
-            prompt = [*begin, *(random.randrange(3, self._vocab_size) for _ in range(length))]
-            if self.is_clear(prompt, num_new):
-                return prompt
+        return draw_until(
+            lambda: [*begin, *(random.randrange(3, self._vocab_size) for _ in range(length))],
+            lambda prompt: self.is_clear(prompt, num_new),
+        )
 
     def text(self, ids: list[int]) -> str:
         """The text that a client should see."""
