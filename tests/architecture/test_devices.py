@@ -9,7 +9,8 @@ ENGINE = ROOT / "engine" / "weft" / "engine"
 
 ASKS = re.compile(r"\bis_cuda\b|\bdevice\.type\b")
 
-# Streams, and the size, pinning and registration of memory, differ by device, not by operation.
+# Streams, and the size, pinning and registration of memory, differ by device, not by operation, and
+# so does whether deterministic mode changes bits.
 ASK = {
     "base": "device_copies device_memory device_threads packing",
     "executor": "adapter_rows alignment device device_pool draw_graphs embeddings expert_counts "
@@ -18,6 +19,7 @@ ASK = {
     "executor/drafts": "build",
     "executor/ranks": "follow host_memory share",
     "loop": "build pools",
+    "model": "model_spec",
     "transfer": "build mover staging_memory",
 }
 

@@ -20,10 +20,11 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor.device import wider_experts
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.engine.model.stage import ModelShare
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.schemes.int8 import Int8Scheme
 from weft.engine.model.weights.schemes.registry import scheme_of
-from weft.engine.model.weights.specs import LinearSpec, Shard
+from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.shared import cpu
 from weft.kernels.shared.formats.quantised import Int8Channels, quantise_channels
@@ -159,15 +160,16 @@ def test_ranks_have_the_scales_of_whole_rows(width: int) -> None:
     assert isinstance(scheme, Int8Scheme)
     total = torch.zeros(40, width)
     for rank in range(2):
-        reader, dtype, shard = RandomWeights(torch.device("cpu")), torch.bfloat16, Shard(rank, 2)
-        weights = Weights(reader, scheme, dtype, torch.device("cpu"), shard=shard)
+        reader, dtype = RandomWeights(torch.device("cpu")), torch.bfloat16
+        share = ModelShare(peers=SimpleNamespace(rank=rank, size=2))
+        weights = Weights(reader, scheme, dtype, torch.device("cpu"), share=share)
         made = scheme.made_linear(whole, spec, weights)
         native = cpu.native_cpu()
         is_rotated = width == 256 and native is not None and native.takes_int8_rows
         assert isinstance(made, RotatedChannels if is_rotated else Int8Channels)
         expected = quantise_rotated(whole) if is_rotated else quantise_channels(whole)
         assert torch.equal(made.scales, expected.scales)
-        total[:, spec.columns_of(shard)] = made.dequantised(torch.float32)
+        total[:, spec.columns_of(share.shard)] = made.dequantised(torch.float32)
     assert (total - whole).norm() < 0.02 * whole.float().norm()
     whole[3, 7] = float("inf")
     with pytest.raises(ModelError, match="not finite"):

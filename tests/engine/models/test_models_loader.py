@@ -18,7 +18,7 @@ from weft.contract.errors import ConfigError, ModelError
 from weft.engine.model import loader
 from weft.engine.model.archs.decoder import Decoder
 from weft.engine.model.loader import LoadedModel, load_model
-from weft.engine.model.stage import Stage
+from weft.engine.model.stage import ModelShare, Stage
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny, save_weights
@@ -256,7 +256,9 @@ def test_made_up_weights_are_quantised_in_stages(
     any_device = lambda asked, found, _: resolve_quantization(asked, found)  # noqa: E731
     monkeypatch.setattr(loader, "resolve_quantization", any_device)
     found = [
-        load_model(model_dir, "float32", quantization=form, stage=stage, dummy=True).digest
+        load_model(
+            model_dir, "float32", quantization=form, share=ModelShare(stage=stage), dummy=True
+        ).digest
         for stage in (None, Stage(0, 2, range(1)), Stage(1, 2, range(1, 2)))
     ]
     assert len(set(found)) == 1

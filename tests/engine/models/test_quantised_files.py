@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from safetensors.torch import load_file
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ModelError
 from weft.engine.model.loader import load_model
+from weft.engine.model.stage import ModelShare
 from weft.engine.model.weights.checkpoint import Checkpoint
 from weft.engine.model.weights.schemes.registry import scheme_of
-from weft.engine.model.weights.specs import LinearSpec, Shard
+from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.testing.models import int_models
 from weft.testing.models.fp8_models import fp8_copy
@@ -130,8 +132,9 @@ def test_a_rank_of_columns_in_act_order_has_its_share(
         rows, columns = whole[f"{LAYER}.{name}.weight"].shape
         for rank in range(2):
             with Checkpoint(path) as file:
-                cpu, shard = torch.device("cpu"), Shard(rank, 2)
-                weights = Weights(file, scheme, torch.float32, cpu, shard=shard).at(LAYER)
+                cpu, peers = torch.device("cpu"), SimpleNamespace(rank=rank, size=2)
+                share = ModelShare(peers=peers)
+                weights = Weights(file, scheme, torch.float32, cpu, share=share).at(LAYER)
                 spec = LinearSpec(names=(name,), in_features=columns, rows=(rows,), split=split)
                 torch.testing.assert_close(weights.matrix(spec), expected[rank])
     assert "o_proj: computed in float32" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.parts import DecoderConfig
 from weft.engine.model.archs.decoder import read_mixer
 from weft.engine.model.layers.rotary import Rotaries
-from weft.engine.model.loader import open_checkpoint
+from weft.engine.model.model_reader import open_checkpoint
+from weft.engine.model.stage import WHOLE, ModelShare
 from weft.engine.model.step import Step
 from weft.engine.model.weights.schemes.plain import PlainScheme
-from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.stream.additions import Normed, Sum
@@ -44,8 +45,9 @@ def test_parts_of_ranks_add_up(name: str, fields: dict[str, int], tmp_path: Path
     assert parts is not None
     layer = parts.recurrent_layers[0]
     x = torch.randn(ROWS, config.hidden_size)
-    whole = result_of(path, config, parts, layer, x, Shard())
-    shares = [result_of(path, config, parts, layer, x, Shard(rank, SIZE)) for rank in range(SIZE)]
+    whole = result_of(path, config, parts, layer, x)
+    ranks = [ModelShare(peers=SimpleNamespace(rank=rank, size=SIZE)) for rank in range(SIZE)]
+    shares = [result_of(path, config, parts, layer, x, share) for share in ranks]
     torch.testing.assert_close(sum(shares), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -55,12 +57,12 @@ def result_of(
     parts: DecoderConfig,
     layer: int,
     x: torch.Tensor,
-    shard: Shard,
+    share: ModelShare = WHOLE,
 ) -> torch.Tensor:
     """[ROWS, hidden]: a rank's part of what a layer's mixer adds to rows that begin a context."""
     with open_checkpoint(path) as checkpoint:
         weights = Weights(
-            checkpoint, PlainScheme(), torch.float32, torch.device("cpu"), shard=shard
+            checkpoint, PlainScheme(), torch.float32, torch.device("cpu"), share=share
         )
         bodies = [weights.at(body) for body in config.names.bodies]
         body = next(b for b in bodies if b.has(f"{config.names.embedding}.weight"))

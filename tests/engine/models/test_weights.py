@@ -14,6 +14,7 @@ from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import GatedMLP, down_spec, gate_up_spec
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.loader import load_model
+from weft.engine.model.stage import ModelShare
 from weft.engine.model.weights.checkpoint import Checkpoint
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import ChangedWeights, CheckpointReader, TensorSlice
@@ -66,7 +67,8 @@ def make_stacked(path: Path) -> Path:
 def open_weights(
     reader: CheckpointReader, shard: Shard | None = None, dtype: torch.dtype = torch.float32
 ) -> Weights:
-    return Weights(reader, PlainScheme(), dtype, CPU, shard=shard or Shard())
+    # Of other ranks, reading needs the number and the size alone.
+    return Weights(reader, PlainScheme(), dtype, CPU, share=ModelShare(peers=shard))
 
 
 def assert_alike(found: LinearWeight, expected: LinearWeight) -> None:

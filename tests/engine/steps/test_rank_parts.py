@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -31,10 +32,10 @@ from weft.engine.executor.ranks.frames import (
 )
 from weft.engine.executor.step_input import InsertedRows, StepInput, TurnedRows
 from weft.engine.model.loader import class_of
+from weft.engine.model.stage import ModelShare
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme
-from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
@@ -249,11 +250,9 @@ def test_the_footprint_is_what_a_rank_reads(kind: str, size: int) -> None:
         kind, fields = "qwen3_moe", {**fields, "num_experts": 8, "moe_intermediate_size": 43}
     config = ModelConfig.from_dict(tiny_config(kind, **fields))
     for rank in range(size):
-        reader, shard = Counting(CPU), Shard(rank, size)
-        of_experts = shard if ep > 1 else Shard()
-        weights = Weights(
-            reader, PlainScheme(), torch.float32, CPU, shard=shard, expert_shard=of_experts
-        )
+        reader = Counting(CPU)
+        share = ModelShare(peers=SimpleNamespace(rank=rank, size=size), ep=ep)
+        weights = Weights(reader, PlainScheme(), torch.float32, CPU, share=share)
         model = class_of(config)(config, weights)
         found = footprint_of_rank(config, size, ep)
         assert found.weights == reader.count

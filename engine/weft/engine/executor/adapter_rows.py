@@ -37,7 +37,8 @@ from weft.engine.executor.adapter_projections import adapted_projections
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import HostWeights, LoraMatrix, WholeMatrix, host_weights
-from weft.engine.model.loader import LoadedModel, open_checkpoint
+from weft.engine.model.loader import LoadedModel
+from weft.engine.model.model_reader import open_checkpoint
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear.spec import LinearWeight

@@ -34,7 +34,6 @@ from weft.engine.executor.device import (
 from weft.engine.executor.drafts.build import (
     describe_drafts,
     draft_adapters,
-    load_head,
     max_drafts_of_a_step,
     tree_rows,
 )
@@ -47,7 +46,6 @@ from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.executor.memory_plan import (
     time_token,
 )
-from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.rank_jobs import of_one_rank
 from weft.engine.executor.ranks.attention_dp import AttentionGroup, LockstepExecutor
 from weft.engine.executor.ranks.context import ContextExecutor, least_divided
@@ -71,13 +69,13 @@ from weft.engine.executor.ranks.share import (
     layouts_of_stages,
     link_stages,
     linked_stages_of,
+    load_share,
     media_of,
     num_slot_rows,
     peers_of,
     pool_of,
     sized_layout,
     sleep_memory,
-    stage_of,
     stages_that_map,
     whole_layout,
     window_pools_of,
@@ -106,7 +104,7 @@ from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pools import Pools, describe_context, size_pools
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.model.loader import LoadedModel
 from weft.engine.model.refit import Refit
 from weft.engine.model.weights.refill import tensors_of
 from weft.engine.parallel.shards import describe_shards, describe_shared_experts
@@ -136,8 +134,6 @@ SIZING_TIMEOUT_S = 600.0
 """Longest wait for other engines that start on the same GPU."""
 logger = logging.getLogger(__name__)
 
-_LOADING = "loading the model"
-_COPYING = "copying the model from a worker"
 MAX_SWITCH_S = 5e-4
 """Longest switch interval of Python's lock. With the default of 5 ms, steps would be that late
 while another thread reads an adapter or makes masks.
@@ -504,36 +500,10 @@ def _load_models(
     progress: Progress,
     group: AttentionGroup | None,
 ) -> _Models:
-    progress(0, 0, _LOADING)
-    loaded = load_model(
-        config.model_dir,
-        config.dtype,
-        config.device,
-        lambda done, total: progress(done, total, _LOADING),
-        quantization=config.quantization,
-        dummy=config.dummy_weights,
-        is_fixed=config.deterministic,
-        num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
-        frees_windows=not config.keeps_windows,
-        task=config.task,
-        peers=peers,
-        ep=config.ep,
-        spare_experts=config.redundant_experts,
-        stage=None if ranks is None else stage_of(config, model, ranks),
-        exchange=None if group is None else group.dispatch,
-        mtp_head=config.reads_mtp,
-        max_context_tokens=config.max_context_tokens,
-        images=config.has_tower(model),
-        trust_remote_code=config.trust_remote_code,
-        peer=peer_weights(config, 0, lambda done, total: progress(done, total, _COPYING)),
-    )
-    if ranks is not None:
-        ranks.agree("model", text=loaded.digest.hex())
+    exchange = None if group is None else group.dispatch
+    loaded, drafted = load_share(config, model, ranks, peers, exchange, progress)
     if group is not None:
         group.loaded(loaded.digest.hex())
-    drafted = load_head(config, loaded)
-    if drafted is not None:
-        loaded = replace(loaded, model=drafted)
     layout = own_layout = kept_layout(config, loaded, device)
     if config.has_pages_by_stage:
         layout = whole_layout(config, loaded, device)

@@ -3,70 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.digest import FileDigests
 from weft.checkpoint.files import weight_files
 from weft.contract.errors import ConfigError, ModelError
+from weft.engine.model.model_reader import FileTensors, ModelParts, ModelReader
 from weft.engine.model.weights.packed import PackedSource, PackedTensors
-from weft.engine.model.weights.refill import (
-    Parameters,
-    check_alike,
-    is_same_memory,
-    pairs_of,
-)
-from weft.engine.model.weights.sent import KnownTensor, SentTensors
+from weft.engine.model.weights.refill import check_alike, is_same_memory, pairs_of
+from weft.engine.model.weights.sent import SentTensors
 
 _SENT = b"weft-sent-2"
 
 
-class RefitSteps(NamedTuple):
-    """What a loader does for its model, to be done again."""
-
-    read: Callable[[Path], object]
-    """Runs the constructors of the model's parts over the weights in a folder."""
-    read_sent: Callable[[SentTensors], object]
-    """As `read`, over what a trainer sends; waits for it."""
-    config_of: Callable[[Path], ModelConfig]
-    check: Callable[[Path], object]
-    """Compares names and shapes of a folder's tensors with the configuration, and reads no
-    tensors.
-    """
-    digest: Callable[[Sequence[bytes]], bytes]
-    """The model's digest for weights whose files have these digests."""
-    name: Callable[[bytes], None]
-    """Gives the model's parts the digests that follow from the model's."""
-
-
 class Refit:
     """Fills a loaded model's memory with other weights of the same configuration, through the same
-    scheme. No step may run meanwhile.
-
-    Args:
-        parts: The model's parts, as `steps.read` makes them.
-        known: The tensors of the checkpoint; empty: it is of another kind than safetensors.
-        packed: All tensors of the parts.
+    scheme. No step may run meanwhile. `reader` has read `parts`, whose tensors are `packed`, from
+    files that have `tensors`.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        parts: object,
-        parameters: Parameters,
-        steps: RefitSteps,
-        known: Mapping[str, KnownTensor],
-        packed: PackedTensors,
+        self, reader: ModelReader, parts: ModelParts, tensors: FileTensors, packed: PackedTensors
     ) -> None:
-        self._packed = packed
-        self._config = config
+        self._reader = reader
         self._parts = parts
-        self._parameters = parameters
-        self._steps = steps
-        self._known = known
+        self._tensors = tensors
+        self._packed = packed
+        self._parameters = reader.parameters
 
     @property
     def has_written(self) -> bool:
@@ -84,14 +50,15 @@ class Refit:
         if not is_folder:
             raise ModelError(f"{folder} is no folder on this worker's host", param="model_path")
         if has_config:
-            theirs = self._steps.config_of(folder)
-            if theirs.fingerprint() != self._config.fingerprint():
+            own = self._reader.spec.config
+            theirs = ModelConfig.load(folder, self._reader.spec.max_context_tokens)
+            if theirs.fingerprint() != own.fingerprint():
                 raise ModelError(
                     f"{folder}/config.json describes another model than this worker's "
-                    f"{self._config.architecture}; start a worker with it",
+                    f"{own.architecture}; start a worker with it",
                     param="model_path",
                 )
-        self._steps.check(folder)
+        self._reader.check(folder)
 
     def from_folder(self, folder: Path) -> bytes:
         """Reads a folder of safetensors files and returns the model's new digest, that of a model
@@ -103,33 +70,33 @@ class Refit:
             files = weight_files(folder)
             before = _stats(files)
             with FileDigests(files) as digests:
-                self._fill(lambda: self._steps.read(folder))
-                digest = self._steps.digest(digests.wait())
+                self._fill(lambda: self._reader.read(folder)[0])
+                digest = self._reader.spec.digest(digests.wait())
             if _stats(files) != before:
                 raise ModelError(f"the files in {folder} changed while they were read")
         except OSError as error:
             raise ModelError(f"cannot read the weights in {folder}: {error}") from error
-        self._steps.name(digest)
+        self._parts.name(digest)
         return digest
 
     def expect(self) -> SentTensors:
         """The tensors of an update that a trainer sends. Raises ConfigError if the model's weights
         are no safetensors.
         """
-        if not self._known:
+        if not self._tensors.known:
             raise ConfigError(
                 "the weights of this worker were not read from safetensors, whose names a trainer "
                 "would use; start it with a folder of safetensors"
             )
-        return SentTensors(self._known)
+        return SentTensors(self._tensors.known)
 
     def from_sent(self, sent: SentTensors) -> bytes:
         """Fills the model while `sent` comes; returns the new digest, which its names and contents
         decide. After an error the weights are a mixture if `has_written`.
         """
-        self._fill(lambda: self._steps.read_sent(sent))
-        digest = self._steps.digest([_SENT, sent.digest()])
-        self._steps.name(digest)
+        self._fill(lambda: self._reader.read_sent(sent, self._tensors.own_copies))
+        digest = self._reader.spec.digest([_SENT, sent.digest()])
+        self._parts.name(digest)
         return digest
 
     def check_peer(self, source: PackedSource) -> None:
@@ -142,7 +109,7 @@ class Refit:
         """
         self._parameters.has_written = True
         source.fill(self._packed)
-        self._steps.name(source.model_digest)
+        self._parts.name(source.model_digest)
         return source.model_digest
 
     def tensors(self) -> list[torch.Tensor]:
@@ -153,7 +120,7 @@ class Refit:
         """32 bytes over the parameters in the form in which they lie in memory."""
         return self._parameters.digest()
 
-    def _fill(self, read: Callable[[], object]) -> None:
+    def _fill(self, read: Callable[[], ModelParts]) -> None:
         self._parameters.again()
         made = read()
         with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""The stage of a pipeline that a process computes: consecutive layers of a model."""
+"""The part of a model that a process has: some layers, and a share of their products."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from weft.engine.model.weights.specs import Shard
+from weft.engine.parallel.dispatch import ExpertDispatch
+from weft.kernels.ops.peers.spec import Peers
 
 
 class Neighbours(Protocol):
@@ -63,3 +66,54 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.number == self.count - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShare:
+    """What this process has of a model, by default all, and the processes that have the rest."""
+
+    peers: Peers | None = None
+    """Ranks among which the products are divided; None: they are whole."""
+    ep: int = 1
+    """Ranks among which whole experts are divided; 1: they are divided like other products."""
+    spare_experts: int = 0
+    """Places of each rank beyond its share of whole experts."""
+    stage: Stage | None = None
+    """The layers of this process; None: all."""
+    exchange: ExpertDispatch | None = None
+    """Processes with other requests among which whole experts are divided; None: only `peers`."""
+
+    @property
+    def shard(self) -> Shard:
+        return Shard.among(self.peers)
+
+    @property
+    def expert_shard(self) -> Shard:
+        """The share of whole experts; all of them where experts are divided like other products."""
+        if self.exchange is not None:
+            return Shard(self.exchange.rank, self.exchange.size)
+        return self.shard if self.ep > 1 else Shard()
+
+    @property
+    def order_of_sums(self) -> str:
+        """Names the order in which ranks add up; empty: as one process does. It decides bits."""
+        if self.peers is None:
+            return ""
+        return f"-tp{self.peers.size}" + ("-ep" if self.ep > 1 else "")
+
+    @property
+    def links(self) -> Sequence[object]:
+        """What the model reaches other processes by."""
+        neighbours = None if self.stage is None else self.stage.neighbours
+        return self.peers, neighbours, self.exchange
+
+    def __str__(self) -> str:
+        """In words that tell any two shares of a model apart."""
+        share = f"{self.shard}, experts {self.expert_shard}"
+        share += f" and {self.spare_experts}" if self.spare_experts else ""
+        if self.stage is not None:
+            share += f", {self.stage.layers}" + (", with a head" if self.stage.has_head else "")
+        return share
+
+
+WHOLE = ModelShare()

@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from weft.checkpoint.config import ModelConfig
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
@@ -212,7 +213,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     stages = link_stages(others, config, device, peers)
     sleep = sleep_memory(config, device)
     with sleep.loading():
-        loaded, drafted = load_share(config, others, peers)
+        loaded, drafted = load_share(config, ModelConfig.load(config.model_dir), others, peers)
     shared = SharedMemory(others, peers, device, context or stages)
     lora = make_lora_pool(config, loaded, device, ranks=shared)
     layout = kept_layout(config, loaded, device)

@@ -15,7 +15,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.expert_moves import ExpertMoves
-from weft.engine.executor.graphs import MEDIA_SIZES, captures_media
+from weft.engine.executor.graphs import MEDIA_SIZES, Progress, captures_media
 from weft.engine.executor.kv_format import dtype_of, kept_layout
 from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.memory_plan import MemoryNeeds, with_media
@@ -29,7 +29,8 @@ from weft.engine.executor.states import RankBlocks
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
-from weft.engine.model.stage import Neighbours, Stage
+from weft.engine.model.stage import ModelShare, Neighbours, Stage
+from weft.engine.parallel.dispatch import ExpertDispatch
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.linked_stages import BroadcastStages, LinkedStages
 from weft.engine.parallel.nccl_links import link_over_nccl
@@ -46,6 +47,9 @@ from weft.kernels.ops.peers.spec import Peers
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
     from weft.engine.parallel.device_stages import DeviceStages
+
+_LOADING = "loading the model"
+_COPYING = "copying the model from a worker"
 
 
 class RankGroup(Protocol):
@@ -199,32 +203,45 @@ def _layout_of(
 
 
 def load_share(
-    config: EngineConfig, others: RankGroup, peers: Peers | None
+    config: EngineConfig,
+    model: ModelConfig,
+    others: RankGroup | None,
+    peers: Peers | None,
+    exchange: ExpertDispatch | None = None,
+    progress: Progress = lambda done, total, what: None,
 ) -> tuple[LoadedModel, DraftedModel | None]:
     """This rank's share of the model's weights, with all of its image tower; also the model with
-    its draft head, if it has one. Raises ModelError or ConfigError if the weights cannot be used.
+    its draft head, if it has one. A process without other ranks has all of it, but for experts
+    divided by `exchange`. Raises ModelError or ConfigError if the weights cannot be used.
     """
-    model = ModelConfig.load(config.model_dir)
+    progress(0, 0, _LOADING)
+    rank = 0 if others is None else others.rank
     loaded = load_model(
         config.model_dir,
         config.dtype,
         config.device,
+        lambda done, total: progress(done, total, _LOADING),
         quantization=config.quantization,
         dummy=config.dummy_weights,
-        task=config.task,
-        num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
-        peers=peers,
-        ep=config.ep,
-        spare_experts=config.redundant_experts,
-        stage=stage_of(config, model, others),
-        mtp_head=config.reads_mtp,
         is_fixed=config.deterministic,
-        max_context_tokens=config.max_context_tokens,
+        num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         frees_windows=not config.keeps_windows,
+        task=config.task,
+        share=ModelShare(
+            peers=peers,
+            ep=config.ep,
+            spare_experts=config.redundant_experts,
+            stage=None if others is None else stage_of(config, model, others),
+            exchange=exchange,
+        ),
+        mtp_head=config.reads_mtp,
+        max_context_tokens=config.max_context_tokens,
         images=config.has_tower(model),
-        peer=peer_weights(config, others.rank),
+        trust_remote_code=config.trust_remote_code,
+        peer=peer_weights(config, rank, lambda done, total: progress(done, total, _COPYING)),
     )
-    others.agree("model", text=loaded.digest.hex())
+    if others is not None:
+        others.agree("model", text=loaded.digest.hex())
     drafted = load_head(config, loaded)
     return (loaded if drafted is None else replace(loaded, model=drafted)), drafted
 

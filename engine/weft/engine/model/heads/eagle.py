@@ -19,11 +19,12 @@ from weft.engine.model.heads.place import draft_rows, place_of_head
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.stage import ModelShare
 from weft.engine.model.step import Step
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
-from weft.engine.model.weights.specs import LinearSpec, Shard
+from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.draft_head.spec import DraftChains
 from weft.kernels.ops.eagle_head import eagle_chain, eagle_entries
@@ -77,9 +78,8 @@ def _read_weight(
     config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader
 ) -> EagleHeadWeight:
     hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-    device, peers = target.model.embed_tokens.device, target.model.peers
-    shard = Shard.among(peers)
-    top = Weights(file, PlainScheme(), target.dtype, device, shard=shard, peers=peers)
+    device, share = target.model.embed_tokens.device, ModelShare(peers=target.model.peers)
+    top = Weights(file, PlainScheme(), target.dtype, device, share=share)
     layer = top.at("layers").at(0)
     attention, mlp = layer.at("self_attn"), layer.at("mlp")
     qkv = qkv_spec(hidden, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -108,9 +108,9 @@ def _read_weight(
         post_norm=layer.norm("post_attention_layernorm", hidden),
         embedding=embedding,
         cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
-        num_heads=config.num_heads // shard.size,
+        num_heads=config.num_heads // share.shard.size,
         eps=eps,
-        peers=peers,
+        peers=share.peers,
     )
 
 

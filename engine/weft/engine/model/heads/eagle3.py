@@ -21,11 +21,12 @@ from weft.engine.model.heads.place import draft_rows, place_of_head
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.stage import ModelShare
 from weft.engine.model.step import Step
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.reader import ChangedWeights, CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
-from weft.engine.model.weights.specs import LinearSpec, Shard
+from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.draft_head import DraftEntries, draft_chain
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight
@@ -206,11 +207,8 @@ class _Names:
         self, file: CheckpointReader, config: Eagle3Config, target: DecoderOnlyLM, where: Path
     ) -> None:
         self._file, self._where = file, where
-        device, peers = target.model.embed_tokens.device, target.model.peers
-        shard = Shard.among(peers)
-        self._top = top = Weights(
-            file, PlainScheme(), target.dtype, device, shard=shard, peers=peers
-        )
+        device, share = target.model.embed_tokens.device, ModelShare(peers=target.model.peers)
+        self._top = top = Weights(file, PlainScheme(), target.dtype, device, share=share)
         self._prefix = "model." if file.has("model.fc.weight") else ""
         self.base = top.at("model") if self._prefix else top
         is_numbered = self.base.has("layers.0.hidden_norm.weight")

@@ -53,11 +53,12 @@ class PackedTensors:
         scheme: bytes,
         share: str,
         device: torch.device,
+        origin: Origin,
         besides: Sequence[object] = (),
     ) -> None:
         tensors, floats = numbers_of(parts, besides)
         self._tensors = [(place, weakref.ref(one)) for place, one in tensors if not one.is_meta]
-        self.origin = Origin(b"", b"")
+        self.origin = origin
         constants = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for place, number in floats:
             constants.update(f"{place} {number!r}\n".encode())

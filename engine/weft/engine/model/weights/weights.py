@@ -9,15 +9,14 @@ from itertools import islice
 from typing import Protocol
 
 import torch
-from weft.engine.model.stage import Stage
+from weft.engine.model.stage import WHOLE, ModelShare
 from weft.engine.model.weights.computed_format import ComputedFormat, dtype_name
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.refill import Constant, Parameters
-from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
+from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.kernels.ops.linear.pack import packing_copies, weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.moe.spec import ExpertExchange, ExpertWeights
-from weft.kernels.ops.peers.spec import Peers
+from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.kernels.shared.memory import WeightArena
 
 
@@ -71,40 +70,28 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        shard: Shard = Shard(),  # noqa: B008 - frozen
-        expert_shard: Shard = Shard(),  # noqa: B008 - frozen
-        spare_experts: int = 0,
+        share: ModelShare = WHOLE,
         arena: WeightArena | None = None,
-        peers: Peers | None = None,
         computed: ComputedFormat | None = None,
         parameters: Parameters | None = None,
-        stage: Stage | None = None,
-        exchange: ExpertExchange | None = None,
     ) -> None:
         """All parameters of a checkpoint.
 
         Args:
-            shard: Share of each divided product to read.
-            expert_shard: Share of the experts to read, where ranks have whole experts; by default
-                each expert is divided as `shard` says.
-            spare_experts: Places of a rank beyond its share of each layer's experts.
+            share: What this process has of them.
             arena: Memory for packed weights; None: a new arena.
-            peers: Ranks that have all other shares; None: there are none.
             computed: Counts the number formats of packed products; None: a new count.
             parameters: Records what is read; None: a new record.
-            stage: The layers of this process; None: it has all of them.
-            exchange: Computes experts together with the processes that have the other shares of
-                `expert_shard`, if those have rows of their own.
         """
         self.dtype = dtype
         self.device = device
-        self.shard = shard
-        self.expert_shard, self.spare_experts = expert_shard, spare_experts
-        self.peers = peers
+        self.shard = share.shard
+        self.expert_shard, self.spare_experts = share.expert_shard, share.spare_experts
+        self.peers = share.peers
         """Ranks that have all other shares; None: there are none."""
-        self.stage = stage
+        self.stage = share.stage
         """The layers of this process; None: it has all of them."""
-        self.exchange = exchange
+        self.exchange = share.exchange
         """Computes experts together with other processes; None: `peers` add up what theirs make."""
         self.arena = arena or WeightArena()
         """Memory for packed weights, one arena for the whole model."""

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from weft.engine.executor.draw_graphs import DrawKey
 from weft.engine.executor.graphs import GraphBucket
-from weft.engine.loop import build
+from weft.engine.executor.ranks import share
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.kernels.ops.linear import pack as linear_pack
@@ -167,7 +167,7 @@ def launches_of(kind: str) -> dict[str, list[str]]:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(cpu, "native_cpu", return_value=None),
         mock.patch.object(linear_pack, "onednn_has_bfloat16", return_value=False),
-        mock.patch.object(build, "load_model", _load_as_on_gpu),
+        mock.patch.object(share, "load_model", _load_as_on_gpu),
         mock.patch.object(InterpretedFunction, "run", return_value=None),
     ):
         (Path(folder) / "config.json").write_text(json.dumps(config_of(kind)))

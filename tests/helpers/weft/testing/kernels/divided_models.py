@@ -23,7 +23,7 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.ranks.share import query_shape
 from weft.engine.model.loader import load_model
-from weft.engine.model.stage import Stage
+from weft.engine.model.stage import ModelShare, Stage
 from weft.engine.parallel import device_peers
 from weft.engine.parallel.device_peers import DevicePeers
 from weft.engine.parallel.device_stages import DeviceStages
@@ -137,7 +137,7 @@ def run_rank(
 
 
 def _executor(folder: Path, peers: DevicePeers | None, stage: Stage | None = None) -> LocalExecutor:
-    loaded = load_model(folder, "float32", "cpu", peers=peers, stage=stage)
+    loaded = load_model(folder, "float32", share=ModelShare(peers=peers, stage=stage))
     layout, num_pages = loaded.model.kv_layout(PAGE), NUM_PAGES
     if peers is not None:
         layout = layout_of_rank(layout, SIZE)
