@@ -174,7 +174,7 @@ def test_ranks_under_load_lose_no_page(model_dir: Path, model: torch.nn.Module) 
     rng, clock = random.Random(random.randrange(2**32)), ManualClock()
     samplings = [SamplingParams(temperature=float(i % 2 == 0), seed=i, n=4) for i in range(12)]
     sizes = {"max_running_requests": 3, "max_step_tokens": 32, "prefill_chunk_tokens": 16}
-    engine = make_engine(model_dir, "decode", clock, **ALONE, num_pages=36, **sizes, **RANKS)
+    engine = make_engine(model_dir, "decode", clock, **ALONE, num_pages=31, **sizes, **RANKS)
     assert len(engine.memories) == 2
     alone = make_engine(model_dir, "decode", clock, **ALONE, window_pages="keep")
     texts = make_texts(alone, clock, samplings, NUM_NEW)
@@ -214,7 +214,7 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
         "decode",
         clock,
         **ALONE,
-        num_pages=36,
+        num_pages=31,
         max_running_requests=3,
         max_step_tokens=32,
         prefill_chunk_tokens=16,

@@ -102,7 +102,7 @@ def test_a_tree_goes_on_from_earlier_rows(dtype: torch.dtype) -> None:
     """As it grows level by level while it is drafted, with nothing at the first position."""
     fresh_seed()
     earlier = random.randrange(1, 29)
-    lengths = [4, *(random.randrange(1, 5) for _ in range(3))]
+    lengths = [4, *(random.randrange(1, 5) for _ in range(11))]
     work = [Work(n, earlier + n + random.randrange(1, 600), True, earlier) for n in lengths]
     tree = make_tree_case(Geometry(4, 2, 24, 16), work, dtype)
     hide_first(tree.case, 1)

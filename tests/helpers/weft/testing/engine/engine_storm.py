@@ -290,9 +290,12 @@ def make_texts(
     stems = [tokens(12 * page) for _ in range(3)]
     pair, made = EnginePair(engine, [], clock), []
     left = list(samplings)
+    # Of all lengths: short texts alone would never fill the pages of an engine.
+    shares = random.sample(range(len(left)), len(left))
     while left:
         sampling = left[0]
-        stem = random.choice(stems)[: random.randint(0, 12 * page)]
+        share = (shares[len(made)] + random.random()) / len(shares)
+        stem = random.choice(stems)[: round(share * 12 * page)]
         prompt = stem + tokens(random.randint(1, 3 * page))
         request_id = pair.submit(prompt, num_new, sampling=sampling)
         pair.finish(request_id, samples=sampling.n)
