@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from weft.contract.errors import ModelError, Paused, WeightsIncomplete
 from weft.contract.messages import Inbox
 from weft.contract.request import StopCriteria
@@ -18,6 +19,7 @@ from weft.contract.weights import WeightCommand, WeightReply
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.reports import load_report
 from weft.engine.model.refit import Refit
+from weft.engine.model.weights.refill import numbers_of
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.weight_commands import Commands
 from weft.testing.models.tiny_adapters import make_adapter
@@ -130,24 +132,31 @@ def test_adapters_apply_to_the_new_weights(tmp_path: Path, seed: int) -> None:
         assert texts(llm) == plain != right
 
 
-@pytest.mark.full
 def test_a_head_from_another_folder_keeps_its_weights_and_drafts_for_the_new_ones(
     tmp_path: Path, seed: int
 ) -> None:
     first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
     head = make_tiny_draft(tmp_path / "head", first, seed)
     settings = SETTINGS | {"drafter": "eagle3", "draft_dir": head, "draft_gate": "fixed"}
+
+    def of_head(llm: LLM) -> dict[str, torch.Tensor]:
+        drafted = llm.engine.parts.local._model
+        return {path: one.clone() for path, one in numbers_of(drafted.head.weight).tensors}
+
     with LLM(second, **SETTINGS) as fresh:
         right = texts(fresh)
     with LLM(second, **settings) as llm:
         assert texts(llm) == right
-        drafted = llm.engine.counters()["accepted_tokens"]
+        drafted, wanted = llm.engine.counters()["accepted_tokens"], of_head(llm)
     with LLM(first, **settings) as llm:
         texts(llm)
+        before = of_head(llm)
         llm.refit(second)
-        known = llm.engine.counters()["accepted_tokens"]
+        known, found = llm.engine.counters()["accepted_tokens"], of_head(llm)
+        # The embedding and the LM head's rows, which the head shares, are the new ones.
+        assert sum(not torch.equal(before[path], one) for path, one in found.items()) == 2
+        assert all(torch.equal(wanted[path], one) for path, one in found.items())
         assert texts(llm) == right
-        # The embedding and the head's other shared parts are the new ones.
         assert llm.engine.counters()["accepted_tokens"] - known == drafted
 
 

@@ -33,6 +33,8 @@ class Refit:
         self._tensors = tensors
         self._packed = packed
         self._parameters = reader.parameters
+        self.on_change: list[Callable[[], None]] = []
+        """Called after each update, by the thread that made it: for copies of the weights."""
 
     @property
     def has_written(self) -> bool:
@@ -109,6 +111,7 @@ class Refit:
         """
         self._parameters.has_written = True
         source.fill(self._packed)
+        self._follow()
         self._parts.name(source.model_digest)
         return source.model_digest
 
@@ -129,6 +132,11 @@ class Refit:
                     check_alike(old, new, path)
                     self._parameters.has_written = True
                     old.copy_(new)
+        self._follow()
+
+    def _follow(self) -> None:
+        for follow in self.on_change:
+            follow()
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[int, int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,6 +41,8 @@ def load_drafted(
     is_here = stage is None or stage.is_last
     head = (load_draft_head if is_here else eagle_elsewhere)(draft_dir, loaded.model)
     check_width(head, loaded.model, draft_dir)
+    if isinstance(head, Eagle3Head) and head.copies_lm_head:
+        loaded.refit.on_change.append(partial(head.copy_lm_head, loaded.model))
     return DraftedModel(loaded.model, head, max_requests, max_step_tokens, draft_dir)
 
 

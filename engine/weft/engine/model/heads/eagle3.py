@@ -25,6 +25,7 @@ from weft.engine.model.stage import ModelShare
 from weft.engine.model.step import Step
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.reader import ChangedWeights, CheckpointReader
+from weft.engine.model.weights.refill import pairs_of
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
@@ -32,6 +33,7 @@ from weft.kernels.ops.draft_head import DraftEntries, draft_chain
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight
 from weft.kernels.ops.draft_tree import draft_tree
 from weft.kernels.ops.draft_tree.spec import DraftTrees
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.shared.memory import WeightArena
@@ -51,8 +53,17 @@ class Eagle3Head:
         self.place = place_of_head(config, target)
         self.digest = b""
         """32 bytes over files, configuration and dtype."""
+        self.copies_lm_head = not names.has_lm_head
+        """Whether its LM head is made of rows of the target's."""
         self.weight = w = _read_weight(config, target, names)
         self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))
+
+    def copy_lm_head(self, target: DecoderOnlyLM) -> None:
+        """Copies the rows of the target's LM head anew, after the target's weights have changed."""
+        changed = pack_linear(target.lm_head.rows(self.weight.target_ids))
+        with torch.inference_mode(False):
+            for _, old, new in pairs_of(self.weight.lm_head, changed):
+                old.copy_(new)
 
     def extend(
         self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
