@@ -18,6 +18,7 @@ from weft.engine.executor import peer_weights
 from weft.engine.loop.llm import LLM
 from weft.pages.transfer import nixl_ranges
 from weft.pages.transfer.nixl_binding import nixl_available
+from weft.pages.transfer.nixl_wire import TransferError
 from weft.testing.engine.weight_source import WeightSource
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, packed_models
@@ -277,6 +278,25 @@ def test_digests_of_a_gpu_begin_when_the_bytes_have_come(monkeypatch: pytest.Mon
     right = peer_weights._Digests().of(far, theirs)
     assert digests.of(own, spans) == right
     assert len(begun) == 2 * len(far)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda:0"])
+def test_a_worker_that_cannot_be_reached_is_given_up(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(peer_weights, "STALL_S", 0.05)
+    monkeypatch.setattr(peer_weights, "_load_digests", lambda device: None)
+    source = peer_weights.PeerWeights(_offer([]), 0)
+    monkeypatch.setattr(source, "_connect", lambda device: answers.wait(60))
+    try:
+        with (
+            pytest.raises(TransferError, match=r"was not reached within 0\.05 s"),
+            source.reached(torch.device(kind)),
+        ):
+            source.connect()
+    finally:
+        answers.set()
 
 
 def _span(tensor: torch.Tensor) -> nixl_ranges.MemoryRange:

@@ -29,6 +29,7 @@ class Driver:
     def __init__(self) -> None:
         self.allocations: dict[int, NDArray[np.uint8]] = {}
         self.opened: list[int] = []
+        self.num_streams = 0
         self.is_stalled = False
 
     def allocate(self, num_bytes: int) -> int:
@@ -60,6 +61,10 @@ class Driver:
                 self.opened.append(found)
             case "cuIpcCloseMemHandle":
                 self.opened.remove(values[0].value)
+            case "cuStreamCreate":
+                self.num_streams += 1
+            case "cuStreamDestroy_v2":
+                self.num_streams -= 1
             case "cuMemcpyDtoDAsync_v2":
                 to, begin, count, _ = values
                 ctypes.memmove(to.value, begin.value, count)
@@ -76,10 +81,11 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
     monkeypatch.setattr(device_memory, "_driver", lambda: found)
-    return found
+    yield found
+    assert found.num_streams == bool(found.opened)
 
 
 def _handle(address: int) -> bytes:

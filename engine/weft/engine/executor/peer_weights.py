@@ -178,7 +178,7 @@ class PeerWeights:
         self._source = thread.submit(self._connect, device)
         self._has_digests = thread.submit(_load_digests, device)
         if device.type == "cpu":  # Its cores are wanted for packing.
-            wait([self._source])
+            wait([self._source], STALL_S)
         try:
             yield
         finally:
@@ -190,7 +190,10 @@ class PeerWeights:
         cannot.
         """
         with START_WORK.time(CONNECTING):
-            self._source.result()
+            wait([self._source], STALL_S)
+        if not self._source.done():
+            raise TransferError(f"the worker's memory was not reached within {STALL_S:g} s")
+        self._source.result()
 
     def fill(self, packed: PackedTensors) -> None:
         """Raises TransferError if the worker is gone or does not answer, ModelError if bytes that
@@ -267,6 +270,7 @@ class PeerWeights:
                 if error.may_still_arrive:
                     raise
                 logger.info("weights of this host are read over NIXL: %s", error.message)
+            self._close()
             source, (digests, report) = self._over_nixl(device), watched()
         source.read(self._target, pairs, report)
         return source.lanes, digests

@@ -169,8 +169,8 @@ class Copy(NamedTuple):
 
 
 class DeviceStream:
-    """Enqueues copies of a GPU between any memory that it reaches. Used by one thread. The driver
-    frees it with the process.
+    """Enqueues copies of a GPU between any memory that it reaches, until `close` or the process's
+    end. Used by one thread.
 
     Raises:
         TransferError: There is no driver.
@@ -197,6 +197,12 @@ class DeviceStream:
                 driver.call("cuStreamSynchronize", self._stream)
                 raise
         return DeviceCopy(self._device_id, event)
+
+    def close(self) -> None:
+        """Copies that are under way end by themselves."""
+        driver = _driver()
+        with driver.on(self._device_id):
+            driver.call("cuStreamDestroy_v2", self._stream)
 
 
 class DeviceWriter:
@@ -296,6 +302,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuIpcCloseMemHandle": (c_uint64,),
     "cuStreamCreate": (c_void_p, c_uint),
     "cuStreamSynchronize": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
     "cuEventCreate": (c_void_p, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),

@@ -72,6 +72,7 @@ class ForeignRanges:
         """That of each allocation."""
         self._stream = DeviceStream(device_id)
         with ExitStack() as stack:
+            stack.callback(self._stream.close)
             for one in self._known:
                 self._opened.append(ForeignMemory(one.handle, device_id))
                 stack.callback(self._opened[-1].close)
