@@ -238,6 +238,108 @@ def test_a_schema_of_no_value_is_refused(schema: Any) -> None:
         compiled(schema)
 
 
+def endless_schema(rng: random.Random) -> dict[str, Any]:
+    """Definitions that refer to one another, many of them without an end."""
+    names = [f"d{number}" for number in range(rng.randint(1, 4))]
+
+    def part(depth: int) -> Any:
+        kind = rng.choice(("plain", "ref", "ref", "object", "object", "array", "anyOf"))
+        if kind == "plain" or not depth:
+            return rng.choice(({"type": "null"}, {"type": "boolean"}, {"const": 7}))
+        if kind == "ref":
+            return {"$ref": f"#/$defs/{rng.choice(names)}"}
+        if kind == "anyOf":
+            return {"anyOf": [part(depth - 1) for _ in range(rng.randint(1, 3))]}
+        if kind == "array":
+            first = [part(depth - 1) for _ in range(rng.randint(0, 2))]
+            least = rng.randint(0, 2)
+            return {
+                "type": "array",
+                **({"prefixItems": first} if first else {}),
+                "items": part(depth - 1),
+                "minItems": least,
+                "maxItems": least + 1,
+            }
+        listed = {name: part(depth - 1) for name in "ab"[: rng.randint(1, 2)]}
+        required = [name for name in listed if rng.random() < 0.6]
+        return {
+            "type": "object",
+            "properties": listed,
+            "required": required,
+            "additionalProperties": False,
+        }
+
+    return {"$ref": f"#/$defs/{names[0]}", "$defs": {name: part(3) for name in names}}
+
+
+def smallest(schema: Any, definitions: dict[str, Any], depth: int) -> list[Any]:
+    """A value of the schema with at most so many references within one another; [] for none."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return smallest(definitions[name], definitions, depth - 1) if depth else []
+    if "anyOf" in schema:
+        found = [smallest(part, definitions, depth) for part in schema["anyOf"]]
+        return next((one for one in found if one), [])
+    if "const" in schema:
+        return [schema["const"]]
+    if schema["type"] == "object":
+        values = {
+            name: smallest(schema["properties"][name], definitions, depth)
+            for name in sorted(schema["required"])
+        }
+        return [{name: one[0] for name, one in values.items()}] if all(values.values()) else []
+    if schema["type"] == "array":
+        parts = [*schema.get("prefixItems", []), schema["items"], schema["items"]]
+        items = [smallest(part, definitions, depth) for part in parts[: schema["minItems"]]]
+        return [[one[0] for one in items]] if all(items) else []
+    return [None if schema["type"] == "null" else True]
+
+
+def test_schemas_without_a_finite_value_are_refused() -> None:
+    fresh_seed()
+    kinds = set[bool]()
+    for _ in range(150):
+        schema = endless_schema(random)  # type: ignore[arg-type]
+        found = smallest(schema, schema["$defs"], len(schema["$defs"]))
+        kinds.add(bool(found))
+        if not found:
+            with pytest.raises(ValueError, match="no text satisfies it"):
+                compiled(schema)
+            continue
+        assert accepts(compiled(schema), written(found[0])), (schema, found)
+    assert len(kinds) == 2
+
+
+ENDLESS = {"type": "object", "properties": {"e": {"$ref": "#/$defs/e"}}, "required": ["e"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "begun"),
+    [
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/e"}}}, "{}", '{"a'),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/e"}]}, "null", "{"),
+        ({"type": "array", "items": {"$ref": "#/$defs/e"}}, "[]", "[{"),
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#/$defs/e"}]},
+            "[null]",
+            "[null,",
+        ),
+        ({"type": "object", "additionalProperties": {"$ref": "#/$defs/e"}}, "{}", '{"'),
+        ({"type": "object", "patternProperties": {"^a$": {"$ref": "#/$defs/e"}}}, "{}", '{"a":{'),
+        (
+            {"type": "array", "items": {"anyOf": [{"const": 1}, {"$ref": "#/$defs/e"}]}},
+            "[1,1]",
+            "[1,{",
+        ),
+    ],
+)
+def test_nothing_begins_that_cannot_end(schema: Any, right: str, begun: str) -> None:
+    grammar = compiled(schema | {"$defs": {"e": ENDLESS}})
+    assert accepts(grammar, right)
+    tokens = [*begun.encode()]
+    assert grammar.deep_copy().try_consume_tokens(tokens) < len(tokens)
+
+
 def test_objects_have_what_they_list() -> None:
     closed = [{"type": "object", "properties": {}}, {"properties": {"a": {"type": "null"}}}]
     for schema in closed:

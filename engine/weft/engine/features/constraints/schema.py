@@ -30,6 +30,7 @@ from weft.contract.schema_keywords import (
     escaped,
 )
 from weft.engine.features.constraints.disjoint import are_disjoint, negated, type_names
+from weft.engine.features.constraints.endless import without_endless
 from weft.engine.features.constraints.excluded import (
     AMBIGUOUS_NUMBERS,
     excluded_steps,
@@ -167,9 +168,9 @@ class _Rewriter:
         if found is True or found is False:
             self._require(found, "#", "no text satisfies it")
             found = self._any()
-        if self._definitions:
-            found = {**found, "$defs": self._definitions}
-        return dict(found)
+        found, definitions = without_endless(found, self._definitions)
+        self._require(found is not False, "#", "no text satisfies it that ever ends")
+        return {**found, "$defs": definitions} if definitions else found
 
     def schema(self, schema: Json, at: str, *, is_closed: bool, is_merged: bool = False) -> Json:
         """Rewrites the schema at a place.
