@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import threading
 import time
@@ -26,7 +27,10 @@ from weft.engine.parallel.host_sockets import (
     receive_message,
     send_message,
 )
+from weft.engine.parallel.segment import Segment
+from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.engine.parallel.stage_links import SocketStages
+from weft.kernels.ops.peers.spec import LATE
 
 LONG_S, LARGE = 60.0, (512, 1024)
 """LARGE: rows that fit into no buffer of a connection."""
@@ -82,6 +86,20 @@ def test_a_host_that_is_lost_without_a_word_ends_the_group(
         assert is_woken.wait(LONG_S)
         with pytest.raises(RanksLost, match=r"rank 1 \(host 127\.0\.0\.1\) is gone"):
             ranks.check()
+
+
+def test_a_gpu_of_host_0_that_waits_for_too_long_ends_the_group() -> None:
+    """Its kernel tells the host by the stop word of the host's ranks."""
+    is_woken = threading.Event()
+    with two_hosts(is_woken.set) as (ranks, other):
+        local = SharedGroup(Segment.create(segment_bytes(2), "test"), 0, 2, LONG_S)
+        ranks.group.local = local
+        ctypes.c_uint32.from_address(local.stop_address).value = LATE + 1
+        assert is_woken.wait(LONG_S)
+        with pytest.raises(RanksLost, match="rank 1 has not come"):
+            ranks.check()
+        with pytest.raises(RanksLost, match="host of rank 0 is gone"):
+            other.group.take()
 
 
 def test_hosts_end_when_host_0_runs_no_more() -> None:

@@ -355,9 +355,8 @@ def _load_parts(
     progress(0, 0, "opening transports")
     exchange = host_exchange(config, executor.pool_bytes)
     if lanes is not None and staging is not None:
-        # Requests to other hosts follow the orders on pages by themselves.
         pages, mark = executor.device_pages, (ranked or executor).mark
-        mark = executor.mark if config.hosts > 1 else mark
+        mark = ranked.mark_pages if isinstance(ranked, StagedExecutor) else mark
         exchange = staged_exchange(config, pages, staging, lanes, mark)
     senders: HostSenders | None = None
     if isinstance(ranks, HostRanks) and writes_shares(config):

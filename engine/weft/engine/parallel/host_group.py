@@ -49,7 +49,8 @@ class HostGroup:
         self._has_done = threading.Condition()
         self.why: Callable[[], str] = lambda: "the group was stopped"
         """Returns the reason why the group has ended, for error messages."""
-        self._has_ended = False
+        self.has_ended = False
+        """Whether this process has ended the group."""
         self.limit_s = limit_s
         self.limit(limit_s)
 
@@ -62,11 +63,11 @@ class HostGroup:
 
     @property
     def is_stopped(self) -> bool:
-        return self._has_ended or (self.local is not None and self.local.is_stopped)
+        return self.has_ended or (self.local is not None and self.local.is_stopped)
 
     @property
     def reason(self) -> str:
-        if not self._has_ended and self.local is not None and self.local.is_stopped:
+        if not self.has_ended and self.local is not None and self.local.is_stopped:
             return self.local.reason  # A GPU of this host has waited for too long.
         return self.why()
 
@@ -158,7 +159,7 @@ class HostGroup:
 
     def stop(self) -> None:
         """Ends the group: from now on every wait of every rank fails. Any thread may call this."""
-        self._has_ended = True
+        self.has_ended = True
         with self._has_done:
             self._has_done.notify_all()
         if self.local is not None:
@@ -169,13 +170,13 @@ class HostGroup:
 
     def lose(self, why: str, wake: Callable[[], None]) -> None:
         """Ends the group for this reason and calls `wake`, unless it has ended."""
-        if not self._has_ended:
+        if not self.has_ended:
             self._end(why)
             wake()
 
     def fail(self, why: str) -> NoReturn:
         """Ends the group for this reason. Raises RanksLost."""
-        if not self._has_ended:
+        if not self.has_ended:
             self._end(why)
         raise RanksLost(why)
 

@@ -269,18 +269,23 @@ class HostRanks(RankLeader):
             host.link.close()
 
     def _watch(self) -> None:
-        """Runs in a separate thread. Ends the group when the connection to a host is lost."""
+        """Runs in a separate thread. Ends the group when the connection to a host is lost, or a GPU
+        of this host has ended it.
+        """
         lost: Sequence[int] = ()
         while not lost and not self._group.is_stopped:
             # Often enough that no other host takes this one for silent.
             lost = self._group.await_loss(min(_WATCH_S, self._limit_s / 4))
             if self._is_ready:
                 self._beat()
-        if not lost or (self._group.is_stopped and not self._is_lost):
+        if self._group.has_ended and not (lost and self._is_lost):
             return
-        said = self._host(lost[0]).link.last_word()
-        why = f"{self.ending(lost[0])} during step {self._group.num_frames}"
-        self.fail(f"{why}: {said}" if said else why)
+        if lost:
+            said = self._host(lost[0]).link.last_word()
+            why = f"{self.ending(lost[0])} during step {self._group.num_frames}"
+            self.fail(f"{why}: {said}" if said else why)
+        else:
+            self.fail(self._group.reason)  # A GPU of this host has waited for too long.
         logger.error("%s", self._why)
         self._wake()
 

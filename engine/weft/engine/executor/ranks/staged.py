@@ -258,6 +258,17 @@ class StagedExecutor:
             return self._local.mark()
         return _StageMark(self._local.device, self._late[-1] if self._late else None)
 
+    def mark_pages(self) -> Mark:
+        """As `mark`, for copies of pages from and to other workers: what other hosts are asked then
+        follows it too. On CPUs of several hosts orders on pages have ended when they return.
+        """
+        if self._hosts is not None and self._is_late:
+            return self._local.mark()
+        mark = self.mark()
+        if self._hosts is not None and self._maps_peers:
+            self._hosts.num_frames = self._ranks.group.num_frames
+        return mark
+
     def _meet(self) -> None:
         """Makes rank 0's GPU wait until the other stages' GPUs have done all that was launched so
         far.
