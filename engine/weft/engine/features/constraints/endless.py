@@ -40,8 +40,9 @@ def _ends(schema: Json, ending: set[str]) -> bool:
     if "allOf" in schema:
         return all(_ends(part, ending) for part in schema["allOf"])
     if schema.get("type") == "object":
-        listed, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-        others = others if "patternProperties" not in schema else True
+        # Names that are not listed may match patterns, whose schemas are not looked at.
+        others = "patternProperties" in schema or schema.get("additionalProperties", True)
+        listed = schema.get("properties", {})
         wanted = [listed.get(name, others) for name in schema.get("required", ())]
         return all(_ends(part, ending) for part in wanted)
     if schema.get("type") == "array":
@@ -52,8 +53,10 @@ def _ends(schema: Json, ending: set[str]) -> bool:
 
 
 def _pruned(schema: Json, ending: set[str]) -> Json:
-    if not isinstance(schema, dict) or not _ends(schema, ending):
-        return schema if _ends(schema, ending) else False
+    if not _ends(schema, ending):
+        return False
+    if not isinstance(schema, dict):
+        return schema
     out = dict(schema)
     if "anyOf" in out:
         parts = [_pruned(part, ending) for part in out["anyOf"]]
