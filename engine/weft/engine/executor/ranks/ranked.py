@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import RanksLost
 from weft.engine.base.device_copies import Mark
+from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.orders import (
     EncodeMedia,
@@ -25,6 +26,7 @@ from weft.engine.executor.ranks.frames import (
     NewPages,
     NewWindows,
     encode_barrier,
+    encode_chains,
     encode_draw,
     encode_shared,
     encode_step,
@@ -32,8 +34,8 @@ from weft.engine.executor.ranks.frames import (
     frame_of_order,
 )
 from weft.engine.executor.ranks.leader import RankLeader
-from weft.engine.executor.ranks.ranked_chains import chains_on_all
 from weft.engine.executor.step_input import StepInput
+from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.sampling.device_draws import Way
@@ -64,6 +66,34 @@ def keep_on_all(
     """`Executor.keep` on all ranks that draw, whose GPUs get the tokens from that of rank 0."""
     group.post(encode_shared(len(tokens)))
     local.keep(peers.share_tokens(tokens.to(local.device, non_blocking=True)))
+
+
+class _RankedChains:
+    def __init__(
+        self, chains: Chains, ranks: RankLeader, take_pages: Callable[[], NewPages]
+    ) -> None:
+        self._chains, self._ranks, self._take_pages = chains, ranks, take_pages
+
+    def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
+        """Raises RanksLost if a rank is gone, or this one fails while the others continue."""
+        group = self._ranks.group
+        group.post(encode_chains(lasts, counts, self._take_pages()))
+        try:
+            return self._chains.run(lasts, counts)
+        except Exception as error:
+            self._ranks.fail(f"rank 0 failed in drafts before step {group.num_frames}: {error}")
+            raise RanksLost(self._ranks.group.reason) from error
+
+
+def chains_on_all(
+    local: LocalExecutor, ranks: RankLeader, take_pages: Callable[[], NewPages]
+) -> Callable[[DraftedModel, PageTable], Chains]:
+    """`LocalExecutor.chains`, on all ranks that have the head.
+
+    Args:
+        take_pages: Returns the entries of the page table that the other ranks lack.
+    """
+    return lambda model, table: _RankedChains(local.chains(model, table), ranks, take_pages)
 
 
 class RankedExecutor:

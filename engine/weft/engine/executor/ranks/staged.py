@@ -34,10 +34,10 @@ from weft.engine.executor.ranks.host_memory import OtherHosts
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import (
     SentPages,
+    chains_on_all,
     draws_on_all,
     keep_on_all,
 )
-from weft.engine.executor.ranks.ranked_chains import chains_on_all
 from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.shared import SharedGroup
