@@ -159,8 +159,7 @@ INLINE void grouped_steps(const int rows, const int vectors, const int is_e2m1, 
   const __m512i lower = _mm512_set1_epi8(15), table = e2m1_table();
   for (long s = 0; s < steps; s++, words += 2 * rows, panel += PANEL) {
     if (asks) {
-      __builtin_prefetch(asked + 128 * s, 0, 2);
-      __builtin_prefetch(asked + 128 * s + 64, 0, 2);
+      ask_for_step(asked, s, 4 * PANEL);
     }
     __m512i first[2], second[2];
 #pragma GCC unroll 2
@@ -202,7 +201,7 @@ INLINE void grouped_columns(const int rows, const int vectors, const int is_e2m1
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
     for (long left = eights_of(at_most(n - g * x->group, (int)x->group)); left > 0;) {
       const char *asked;
-      const long some = take_span(ahead, left, &asked);
+      const long some = take_span(ahead, left, 4 * PANEL, &asked);
       if (asked != NULL)
         grouped_steps(rows, vectors, is_e2m1, 1, some, words, panel, asked, sum);
       else
@@ -275,7 +274,7 @@ INLINE void short_columns(const int rows, const int vectors, int first, const Gr
     const long numbers = at_most(n - b * SHORT_BLOCK, SHORT_BLOCK);
     for (long left = eights_of(numbers); left > 0;) {
       const char *asked;
-      const long some = take_span(ahead, left, &asked);
+      const long some = take_span(ahead, left, 4 * PANEL, &asked);
       for (long i = 0; asked != NULL && i < 2 * some; i++)
         __builtin_prefetch(asked + 64 * i, 0, 2);
       left -= some;

@@ -51,7 +51,7 @@ static int prefetch_from(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
   if (__builtin_cpu_is("intel")) return 1;
 #endif
-  return 8;
+  return VL == 16 ? 8 : 3;
 }
 
 static long words_of(const Weight *w) {

@@ -276,9 +276,12 @@ INLINE void integer_tile_of(const int is_grouped, int rows, const Integers *x, l
                             const int8_t *panel, PanelScales of, float *c, Prefetch *ahead) {
   switch (rows) {
     INTEGER_CASE(1) INTEGER_CASE(2) INTEGER_CASE(3) INTEGER_CASE(4)
+#if TILE_ROWS >= 6
+    INTEGER_CASE(5) INTEGER_CASE(6)
+#endif
 #if TILE_ROWS == 12
-    INTEGER_CASE(5) INTEGER_CASE(6) INTEGER_CASE(7) INTEGER_CASE(8)
-    INTEGER_CASE(9) INTEGER_CASE(10) INTEGER_CASE(11) INTEGER_CASE(12)
+    INTEGER_CASE(7) INTEGER_CASE(8) INTEGER_CASE(9) INTEGER_CASE(10) INTEGER_CASE(11)
+    INTEGER_CASE(12)
 #endif
   }
 }

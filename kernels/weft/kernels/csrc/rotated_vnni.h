@@ -57,8 +57,7 @@ INLINE void vnni_steps(const int rows, const int asks, long steps, const int32_t
   const __m512i above = _mm512_set1_epi8((char)0x80);
   for (long s = 0; s < steps; s++, fours += rows, panel += 4 * PANEL) {
     if (asks) {
-      __builtin_prefetch(asked + 128 * s, 0, 2);
-      __builtin_prefetch(asked + 128 * s + 64, 0, 2);
+      ask_for_step(asked, s, 4 * PANEL);
     }
     const __m512i left = _mm512_xor_si512(_mm512_loadu_si512(panel), above);
     const __m512i right = _mm512_xor_si512(_mm512_loadu_si512(panel + 64), above);
@@ -80,7 +79,7 @@ INLINE void vnni_columns(const int rows, const Rotated *x, long row, long n, con
   for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
   for (long left = n / 4; left > 0;) {
     const char *asked;
-    const long some = take_span(ahead, left, &asked);
+    const long some = take_span(ahead, left, 4 * PANEL, &asked);
     if (asked != NULL)
       vnni_steps(rows, 1, some, fours, panel, asked, sum);
     else

@@ -19,7 +19,7 @@
 #define TILE_ROWS 12 /* 24 accumulators of 32 registers */
 #define TILE_VECTORS 2
 #elif VL == 8
-#define TILE_ROWS 4 /* 8 accumulators of 16 registers, the rest for unpacked bfloat16 */
+#define TILE_ROWS 6 /* 12 accumulators of 16 registers */
 #define TILE_VECTORS 2
 #else
 #define TILE_ROWS 4
@@ -56,9 +56,46 @@ INLINE uint32_t load_word(const char *p) {
   return word;
 }
 
-/* Memory that will be read soon. A tile prefetches two cache lines of it in each step, between its
- * arithmetic. If it asked for all at once, more lines than the core can have under way would stop
- * it. */
+/* Without a dot product of bfloat16 pairs a tile turns its rows into floats once, so that its loop
+ * only loads and repeats them. Turning them in the loop costs as many instructions as multiplying. */
+#if defined(__AVX512BF16__)
+#define WIDENS_ROWS 0
+#else
+#define WIDENS_ROWS 1
+#endif
+#define WIDE_STEPS 128 /* steps that are widened at a time: with their part of a panel in the cache */
+
+/* Which numbers of pairs of bfloat16 are multiplied. */
+typedef enum { BOTH, FIRST, SECOND } Halves;
+
+/* The first and the second halves of pairs, as floats. */
+typedef struct {
+  ALIGNED float half[2][TILE_ROWS][WIDE_STEPS];
+} WideRows;
+
+/* Widens `steps` pairs of some rows. `odd`: and one more bfloat16, as a pair with 0. */
+INLINE void widen_rows(int rows, long steps, int odd, const char *a, long a_stride, WideRows *wide) {
+  for (int r = 0; r < rows; r++) {
+    const char *row = a + r * a_stride;
+    float *first = wide->half[0][r], *second = wide->half[1][r];
+    long s = 0;
+    for (; s + VL <= steps; s += VL) {
+      const vu pairs = *(const vu *)(row + 4 * s);
+      *(vu *)(first + s) = pairs << 16;
+      *(vu *)(second + s) = pairs & 0xffff0000u;
+    }
+    for (; s < steps + odd; s++) {
+      bf16 pair[2] = {0};
+      memcpy(pair, row + 4 * s, s < steps ? sizeof pair : sizeof *pair);
+      first[s] = bf16_to_float(pair[0]);
+      second[s] = bf16_to_float(pair[1]);
+    }
+  }
+}
+
+/* Memory that will be read soon. A tile prefetches as much of it in each step as it reads of its
+ * panel, between its arithmetic. If it asked for more at once, more lines than the core can have
+ * under way would stop it. */
 typedef struct {
   const char *begin, *end;
 } Span;
@@ -81,13 +118,13 @@ INLINE void ask_ahead(Prefetch *ahead, int lines) {
   }
 }
 
-/* How many of `steps` > 0 steps can take one piece of memory and prefetch 128 bytes of it each.
+/* How many of `steps` > 0 steps can take one piece of memory and prefetch `bytes` of it each.
  * `from`: where it begins, or null if there is nothing to prefetch. */
-INLINE long take_span(Prefetch *ahead, long steps, const char **from) {
-  const long spanned = (ahead->now.end - ahead->now.begin + 127) / 128;
+INLINE long take_span(Prefetch *ahead, long steps, const long bytes, const char **from) {
+  const long spanned = (ahead->now.end - ahead->now.begin + bytes - 1) / bytes;
   const long some = spanned > 0 && spanned < steps ? spanned : steps;
   *from = spanned > 0 ? ahead->now.begin : NULL;
-  if (spanned > 0) ahead->now.begin += 128 * some;
+  if (spanned > 0) ahead->now.begin += bytes * some;
   if (some == spanned && ahead->num_later > 0) {
     ahead->now = *ahead->later++;
     ahead->num_later--;
@@ -95,23 +132,36 @@ INLINE long take_span(Prefetch *ahead, long steps, const char **from) {
   return some;
 }
 
+/* Prefetches what a step takes of `from`, where `take_span` found it. */
+INLINE void ask_for_step(const char *from, long step, const long bytes) {
+  for (long line = 0; line < bytes; line += 64) __builtin_prefetch(from + bytes * step + line, 0, 2);
+}
+
 #define SUMS TILE_VECTORS
+#define TILE_STEP tile_step
 #define TILE_STEPS tile_steps
+#define TILE_WIDE_BODY tile_wide_body
 #define TILE_BODY tile_body
 #include "tile_body.h"
 #undef SUMS
+#undef TILE_STEP
 #undef TILE_STEPS
+#undef TILE_WIDE_BODY
 #undef TILE_BODY
 
 #if FEW_ROW_VECTORS == TILE_VECTORS
 #define few_rows_body tile_body
 #else
 #define SUMS FEW_ROW_VECTORS
+#define TILE_STEP few_rows_step
 #define TILE_STEPS few_rows_steps
+#define TILE_WIDE_BODY few_rows_wide_body
 #define TILE_BODY few_rows_body
 #include "tile_body.h"
 #undef SUMS
+#undef TILE_STEP
 #undef TILE_STEPS
+#undef TILE_WIDE_BODY
 #undef TILE_BODY
 #endif
 
@@ -129,9 +179,11 @@ INLINE void tile_of(const int is_bf16, const int accumulate, int rows, long step
                     Prefetch *ahead) {
   switch (rows) {
     FEW_ROWS_CASE(1) FEW_ROWS_CASE(2) TILE_CASE(3) TILE_CASE(4)
+#if TILE_ROWS >= 6
+    TILE_CASE(5) TILE_CASE(6)
+#endif
 #if TILE_ROWS == 12
-    TILE_CASE(5) TILE_CASE(6) TILE_CASE(7) TILE_CASE(8)
-    TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
+    TILE_CASE(7) TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
 #endif
   }
 }
@@ -170,8 +222,44 @@ INLINE void transpose_words(const char *const *rows, long words, uint32_t *out, 
   for (long w = 0; w < words; w++) _mm512_store_si512(out + w * stride, y[w]);
 }
 #else
+#if VL == 8
+/* out[w * stride + 0..7] = word w of 8 rows, for 8 words. */
+INLINE void transpose_eight(const char *const *rows, uint32_t *out, long stride) {
+  __m256 x[8], y[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_ps((const float *)rows[i]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      const __m256d low = (__m256d)y[i + j], high = (__m256d)y[i + j + 2];
+      x[i + 2 * j] = (__m256)_mm256_unpacklo_pd(low, high);
+      x[i + 2 * j + 1] = (__m256)_mm256_unpackhi_pd(low, high);
+    }
+  /* x[4 i + j]: words j and j + 4 of rows 4 i .. 4 i + 3, one a 128-bit lane */
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    _mm256_storeu_ps((float *)out + j * stride, _mm256_permute2f128_ps(x[j], x[j + 4], 0x20));
+    _mm256_storeu_ps((float *)out + (j + 4) * stride, _mm256_permute2f128_ps(x[j], x[j + 4], 0x31));
+  }
+}
+#endif
+
 INLINE void transpose_words(const char *const *rows, long words, uint32_t *out, long stride) {
-  for (long w = 0; w < words; w++)
+  long w = 0;
+#if VL == 8
+  for (; w + 8 <= words; w += 8)
+    for (int half = 0; half < 16; half += 8) {
+      const char *some[8];
+      for (int i = 0; i < 8; i++) some[i] = rows[half + i] + 4 * w;
+      transpose_eight(some, out + w * stride + half, stride);
+    }
+#endif
+  for (; w < words; w++)
     for (int i = 0; i < 16; i++) out[w * stride + i] = load_word(rows[i] + 4 * w);
 }
 #endif
