@@ -31,6 +31,10 @@ LENGTHS = (21, 70, 17)
 calls the original length.
 """
 NAMES = [name for name in EVERY_FAMILY if name not in (*HYBRIDS, *HYBRIDS_WITH_IMAGES)]
+WHOLE_TABLE = {"gemma3n": {"vocab_size_per_layer_input": 259}}
+"""Fields of families whose models transformers 5.17, which may be installed here, cannot compute as
+other tests have them: it embeds no id beyond their second table.
+"""
 OTHERS = ("gpt-oss", "deepseek-v3", "gemma3", "gemma4", "llama4", "mimo", "cohere2", "glm4-moe")
 """Families that between them have every part, for what is long."""
 
@@ -78,7 +82,7 @@ def test_float32_tokens(
         pytest.skip(why)
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    reference = write_model(name, tmp_path / "model", seed)
+    reference = write_model(name, tmp_path / "model", seed, **WHOLE_TABLE.get(name, {}))
     record_property("architecture", ModelConfig.load(tmp_path / "model").architecture)
     record_property("column", "on a GPU")
     given = prompts()
