@@ -89,7 +89,7 @@ def test_a_host_that_is_lost_without_a_word_ends_the_group(
 
 
 def test_a_gpu_of_host_0_that_waits_for_too_long_ends_the_group() -> None:
-    """Its kernel tells the host by the stop word of the host's ranks."""
+    """The kernel that waits there writes to the stop word that the host's ranks share."""
     is_woken = threading.Event()
     with two_hosts(is_woken.set) as (ranks, other):
         local = SharedGroup(Segment.create(segment_bytes(2), "test"), 0, 2, LONG_S)

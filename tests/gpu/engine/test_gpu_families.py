@@ -32,8 +32,8 @@ calls the original length.
 """
 NAMES = [name for name in EVERY_FAMILY if name not in (*HYBRIDS, *HYBRIDS_WITH_IMAGES)]
 WHOLE_TABLE = {"gemma3n": {"vocab_size_per_layer_input": 259}}
-"""Fields of families whose models transformers 5.17, which may be installed here, cannot compute as
-other tests have them: it embeds no id beyond their second table.
+"""Further fields of families that transformers 5.17, which a GPU machine may have, cannot compute
+without them: it rejects ids beyond Gemma 3n's table of per-layer embeddings.
 """
 OTHERS = ("gpt-oss", "deepseek-v3", "gemma3", "gemma4", "llama4", "mimo", "cohere2", "glm4-moe")
 """Families that between them have every part, for what is long."""

@@ -158,9 +158,7 @@ INLINE void grouped_steps(const int rows, const int vectors, const int is_e2m1, 
                           const char *asked, __m512i sum[TILE_ROWS][2]) {
   const __m512i lower = _mm512_set1_epi8(15), table = e2m1_table();
   for (long s = 0; s < steps; s++, words += 2 * rows, panel += PANEL) {
-    if (asks) {
-      ask_for_step(asked, s, 4 * PANEL);
-    }
+    if (asks) ask_for_step(asked, s, 4 * PANEL);
     __m512i first[2], second[2];
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {

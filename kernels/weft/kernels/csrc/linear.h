@@ -45,13 +45,13 @@ static int is_int8(const Weight *w) {
 }
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
- * EPYC's own prefetcher does better alone, while a Xeon's leaves a third of the memory's speed unused
- * (bench/notes/cpu-products.md). */
+ * EPYC's own prefetcher does better alone (below 3 rows with AVX2 alone), while a Xeon's leaves a
+ * third of the memory's speed unused (bench/notes/cpu-products.md). */
 static int prefetch_from(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
   if (__builtin_cpu_is("intel")) return 1;
 #endif
-  return VL == 16 ? 8 : 3;
+  return VL == 8 ? 3 : 8;
 }
 
 static long words_of(const Weight *w) {

@@ -56,9 +56,7 @@ INLINE void vnni_steps(const int rows, const int asks, long steps, const int32_t
                        const int8_t *panel, const char *asked, __m512i sum[TILE_ROWS][2]) {
   const __m512i above = _mm512_set1_epi8((char)0x80);
   for (long s = 0; s < steps; s++, fours += rows, panel += 4 * PANEL) {
-    if (asks) {
-      ask_for_step(asked, s, 4 * PANEL);
-    }
+    if (asks) ask_for_step(asked, s, 4 * PANEL);
     const __m512i left = _mm512_xor_si512(_mm512_loadu_si512(panel), above);
     const __m512i right = _mm512_xor_si512(_mm512_loadu_si512(panel + 64), above);
 #pragma GCC unroll 12

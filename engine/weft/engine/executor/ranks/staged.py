@@ -259,8 +259,9 @@ class StagedExecutor:
         return _StageMark(self._local.device, self._late[-1] if self._late else None)
 
     def mark_pages(self) -> Mark:
-        """As `mark`, for copies of pages from and to other workers: what other hosts are asked then
-        follows it too. On CPUs of several hosts orders on pages have ended when they return.
+        """As `mark`, for copies of pages from and to other workers. What is asked of other hosts
+        after this call they do only when they have come to the mark too. On CPUs of several hosts
+        nothing has to be waited for: orders on pages have ended when they return.
         """
         if self._hosts is not None and self._is_late:
             return self._local.mark()

@@ -40,7 +40,8 @@ def _ends(schema: Json, ending: set[str]) -> bool:
     if "allOf" in schema:
         return all(_ends(part, ending) for part in schema["allOf"])
     if schema.get("type") == "object":
-        # Names that are not listed may match patterns, whose schemas are not looked at.
+        # A required name that `properties` lacks may match a pattern. The schemas of patterns are
+        # not checked, so such a part counts as one that ends.
         others = "patternProperties" in schema or schema.get("additionalProperties", True)
         listed = schema.get("properties", {})
         wanted = [listed.get(name, others) for name in schema.get("required", ())]
